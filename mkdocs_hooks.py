@@ -17,7 +17,10 @@ INCLUDED = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
-    **{f"examples/{file.stem}.md": f"examples/{file.name}" for file in sorted(ROOT.glob("examples/*.py"))},
+    **{
+        f"examples/{file.stem}.md": f"examples/{file.name}"
+        for file in sorted(ROOT.glob("examples/*.py"))
+    },
     **{
         f"tutorials/{file.stem}.md": f"docs/tutorials/{file.name}"
         for file in sorted(ROOT.glob("docs/tutorials/*.ipynb"))
@@ -26,14 +29,19 @@ INCLUDED = {
 PAGE_OF = {path: page for page, path in INCLUDED.items()}
 INSIDE = sorted(ROOT.glob("timm_moe/*/__init__.py"))
 #: The packages of the reference, by page.
-PACKAGES = {"timm_moe": "timm_moe", **{file.parent.name: f"timm_moe.{file.parent.name}" for file in INSIDE}}
+PACKAGES = {
+    "timm_moe": "timm_moe",
+    **{file.parent.name: f"timm_moe.{file.parent.name}" for file in INSIDE},
+}
 #: Modules that are documented beside the names in __all__.
 MODULES = {"timm_moe": ["schedules"], "timm_moe.convert": ["gather"]}
 
 
 def on_files(files, config):
     pages = {page: included(path) for page, path in INCLUDED.items()}
-    pages["reference/cli.md"] = command_line(runpy.run_path(str(ROOT / "timm_moe_cli.py"))["_COMMANDS"])
+    pages["reference/cli.md"] = command_line(
+        runpy.run_path(str(ROOT / "timm_moe_cli.py"))["_COMMANDS"]
+    )
     pages |= {f"reference/{page}.md": package_page(name) for page, name in PACKAGES.items()}
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
@@ -63,7 +71,9 @@ def on_page_markdown(markdown, page, files, **_):
 def on_page_content(html, **_):
     """Turn roles of reStructuredText in docstrings, as :class:`Experts`, into links to the reference."""
     packages = reversed(PACKAGES.values())  # timm_moe itself last: its exports are described there
-    known = {name: f"{package}.{name}" for package in packages for name in exports(folder_of(package))}
+    known = {
+        name: f"{package}.{name}" for package in packages for name in exports(folder_of(package))
+    }
 
     def linked(role):
         name = role[1].removeprefix("~").removesuffix("()")
@@ -98,7 +108,11 @@ def shown(output):
     data = output.get("data", {})
     if "image/png" in data:
         return f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})"
-    lines = output.get("text") or data.get("text/plain") or [f"{output.get('ename')}: {output.get('evalue')}"]
+    lines = (
+        output.get("text")
+        or data.get("text/plain")
+        or [f"{output.get('ename')}: {output.get('evalue')}"]
+    )
     colourless = re.sub(r"\x1b\[[0-9;]*m", "", "".join(lines)).rstrip("\n")
     return f"~~~text\n{colourless}\n~~~"
 

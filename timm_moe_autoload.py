@@ -1,8 +1,8 @@
 """Lets timm's own scripts find timm_moe: imports it as soon as timm's models are there.
 
-torch calls :func:`autoload` at the end of ``import torch`` (entry point group ``torch.backends``). It must be quick,
-never raise, and import nothing of the package: it only waits for ``timm.models``. ``TIMM_MOE_AUTOLOAD=0``, ``false``,
-``off`` or ``no`` switches it off.
+torch calls :func:`autoload` at the end of ``import torch`` (entry point group ``torch.backends``).
+It must be quick, never raise, and import nothing of the package: it only waits for ``timm.models``.
+``TIMM_MOE_AUTOLOAD=0``, ``false``, ``off`` or ``no`` switches it off.
 """
 
 import importlib.abc
@@ -20,8 +20,14 @@ class _ImportAfter(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         if fullname != _TARGET:
             return None
-        others = (finder for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        others = (
+            finder
+            for finder in list(sys.meta_path)
+            if finder is not self and hasattr(finder, "find_spec")
+        )
+        spec = next(
+            filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None
+        )
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -44,8 +50,13 @@ class _FindPackage(importlib.abc.MetaPathFinder):
         beside = os.path.dirname(os.path.abspath(__file__))
         for folder in (*sys.path, beside):
             spec = PathFinder.find_spec(fullname, [folder])
-            inside = None if spec is None or spec.origin is None else spec.submodule_search_locations
-            if inside is not None and PathFinder.find_spec(f"{fullname}.registration", inside) is not None:
+            inside = (
+                None if spec is None or spec.origin is None else spec.submodule_search_locations
+            )
+            if (
+                inside is not None
+                and PathFinder.find_spec(f"{fullname}.registration", inside) is not None
+            ):
                 return spec
         raise ModuleNotFoundError(f"There is no package timm_moe in {beside}", name=fullname)
 
@@ -53,11 +64,13 @@ class _FindPackage(importlib.abc.MetaPathFinder):
 def _load():
     """Import the package, or warn.
 
-    Whoever has begun to import it may be waiting for timm, which this thread holds: Python then returns the package as
-    it is. So a module of its own registers the models.
+    Whoever has begun to import it may be waiting for timm, which this thread holds: Python then
+    returns the package as it is. So a module of its own registers the models.
     """
     begun, finder = "timm_moe" in sys.modules, _FindPackage()
-    sys.meta_path.insert(sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0, finder)
+    sys.meta_path.insert(
+        sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0, finder
+    )
     try:
         import timm_moe
         import timm_moe.registration
@@ -67,7 +80,9 @@ def _load():
             cause = f"ImportError: {timm_moe.__file__} has the name of the package: rename it"
         elif begun:  # whoever imports it gets the error
             return
-        warnings.warn(f"timm_moe could not be loaded, its models are missing: {cause}", stacklevel=2)
+        warnings.warn(
+            f"timm_moe could not be loaded, its models are missing: {cause}", stacklevel=2
+        )
     finally:
         sys.meta_path.remove(finder)
 

@@ -14,7 +14,8 @@ _SOURCE = "train.py checkpoint, safetensors file, folder or hf-hub: name"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every locale has a ±, or the letters of every name
+        # Not every locale has a ±, or the letters of every name.
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = _parse(argv)
     from timm_moe.cli import run
 
@@ -23,8 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="timm-moe", description="Vision mixture-of-experts for timm.")
-    version = runpy.run_path(str(Path(__file__).with_name("timm_moe") / "version.py"))["__version__"]  # without torch
+    parser = argparse.ArgumentParser(
+        prog="timm-moe", description="Vision mixture-of-experts for timm."
+    )
+    # Without torch.
+    version = runpy.run_path(str(Path(__file__).with_name("timm_moe") / "version.py"))[
+        "__version__"
+    ]
     parser.add_argument("--version", action="version", version=f"timm_moe {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (text, add_options) in _COMMANDS.items():
@@ -52,7 +58,8 @@ class _KeyValues(argparse.Action):
         for value in values:
             if "=" not in value:
                 parser.error(
-                    f"{option_string} takes KEY=VALUE pairs, which end its list at the next option: got {value!r}"
+                    f"{option_string} takes KEY=VALUE pairs, which end its list at the next "
+                    f"option: got {value!r}"
                 )
         setattr(namespace, self.dest, values)
 
@@ -63,35 +70,63 @@ class _KeyValues(argparse.Action):
 def _demo(parser: argparse.ArgumentParser) -> None:
     output = "folder for results, replaced if there (default: %(default)s)"
     parser.add_argument("--output", default="timm-moe-demo", metavar="DIR", help=output)
-    parser.add_argument("--epochs", type=int, default=40, metavar="N", help="epochs to train (default: %(default)s)")
+    parser.add_argument(
+        "--epochs", type=int, default=40, metavar="N", help="epochs to train (default: %(default)s)"
+    )
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser)
-    parser.add_argument("output_dir", metavar="DIR", help="folder to write model.safetensors and config.json to")
-    parser.add_argument("--moe", action="store_true", help="write the expert model itself, which needs this package")
+    parser.add_argument(
+        "output_dir", metavar="DIR", help="folder to write model.safetensors and config.json to"
+    )
+    parser.add_argument(
+        "--moe", action="store_true", help="write the expert model itself, which needs this package"
+    )
     _add_method_options(parser)
-    parser.add_argument("--use-ema", action="store_true", help="export the EMA weights of the checkpoint")
+    parser.add_argument(
+        "--use-ema", action="store_true", help="export the EMA weights of the checkpoint"
+    )
     _add_class_options(parser)
     _add_spec_options(parser)
     _add_overwrite(parser, "replace the model in a folder that is not empty")
-    parser.add_argument("--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf")
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf"
+    )
 
 
 def _push(parser: argparse.ArgumentParser) -> None:
     source = "exported folder, published as it is, or any source that export takes"
     parser.add_argument("source", metavar="DIR_OR_CHECKPOINT", help=source)
-    parser.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there")
-    parser.add_argument("--moe", action="store_true", help="publish the expert model itself, which needs this package")
+    parser.add_argument(
+        "repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there"
+    )
+    parser.add_argument(
+        "--moe",
+        action="store_true",
+        help="publish the expert model itself, which needs this package",
+    )
     parser.add_argument("--private", action="store_true", help="make the repository a private one")
-    parser.add_argument("--revision", metavar="NAME", help="branch, made if it is not there (default: main)")
-    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, made if it is not there (default: main)"
+    )
+    parser.add_argument(
+        "--create-pr", action="store_true", help="open a pull request instead of committing"
+    )
     dry_run = "do everything but upload: needs neither login nor network"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     _add_method_options(parser)
-    parser.add_argument("--use-ema", action="store_true", help="publish the EMA weights of the checkpoint")
-    parser.add_argument("--license", metavar="NAME", help="for the model card, as the Hub abbreviates it: apache-2.0")
-    parser.add_argument("--dataset", metavar="NAME", help="for the model card, what the model was trained on")
+    parser.add_argument(
+        "--use-ema", action="store_true", help="publish the EMA weights of the checkpoint"
+    )
+    parser.add_argument(
+        "--license",
+        metavar="NAME",
+        help="for the model card, as the Hub abbreviates it: apache-2.0",
+    )
+    parser.add_argument(
+        "--dataset", metavar="NAME", help="for the model card, what the model was trained on"
+    )
     metrics = "for the model card, results of the model that is published, as top1=77.1"
     _add_key_values(parser, "--metrics", "NAME=VALUE", metrics)
     _add_class_options(parser)
@@ -99,12 +134,18 @@ def _push(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("filter", nargs="?", default="", metavar="FILTER", help="name with wildcards, as '*small*'")
-    parser.add_argument("--pretrained", action="store_true", help="list the pretrained tags that can be upcycled")
+    parser.add_argument(
+        "filter", nargs="?", default="", metavar="FILTER", help="name with wildcards, as '*small*'"
+    )
+    parser.add_argument(
+        "--pretrained", action="store_true", help="list the pretrained tags that can be upcycled"
+    )
 
 
 def _info(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="registered name, or a checkpoint, folder or hf-hub: name")
+    parser.add_argument(
+        "model", metavar="MODEL", help="registered name, or a checkpoint, folder or hf-hub: name"
+    )
     name = "registered name of a checkpoint's model, for files that do not say it themselves"
     parser.add_argument("--model", dest="name", metavar="NAME", help=name)
     _add_model_options(parser)
@@ -120,10 +161,14 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
 def _fewshot(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser, "several are an ensemble")
     shots = "images of each class (default: 1 5 10 25)"
-    parser.add_argument("--shots", type=int, nargs="+", default=[1, 5, 10, 25], metavar="N", help=shots)
+    parser.add_argument(
+        "--shots", type=int, nargs="+", default=[1, 5, 10, 25], metavar="N", help=shots
+    )
     draws = "how often they are drawn (default: %(default)s)"
     parser.add_argument("--draws", type=int, default=3, metavar="N", help=draws)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)"
+    )
     split = "folder that they are drawn from (default: %(default)s)"
     parser.add_argument("--train-split", default="train", metavar="NAME", help=split)
     _add_data_options(parser, nargs="+", help="folders of images")
@@ -147,15 +192,15 @@ def _routes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="OUTPUT_DIR", help=output)
     _add_data_options(parser)
     masks = (
-        "folder of masks, named as the images in --data-dir, whose pixels are numbers of classes: the class of a patch "
-        "is that of most of its pixels"
+        "folder of masks, named as the images in --data-dir, whose pixels are numbers of classes: "
+        "the class of a patch is that of most of its pixels"
     )
     parser.add_argument("--segmentation", metavar="MASKS", help=masks)
     ignored = "value of mask pixels without a class (default: 255)"
     parser.add_argument("--ignore-index", type=int, metavar="N", help=ignored)
     threshold = (
-        "a layer is worth keeping if the mutual information of class and expert, divided by the entropy of the "
-        "expert, exceeds that by chance by this (default: %(default)s)"
+        "a layer is worth keeping if the mutual information of class and expert, divided by the "
+        "entropy of the expert, exceeds that by chance by this (default: %(default)s)"
     )
     parser.add_argument("--threshold", type=float, default=0.25, metavar="X", help=threshold)
     _add_overwrite(parser, "replace results in the folder")
@@ -163,7 +208,11 @@ def _routes(parser: argparse.ArgumentParser) -> None:
 
 def _report(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser, "several are shown side by side")
-    parser.add_argument("output_dir", metavar="OUT", help="folder for index.html; it may come after the options, too")
+    parser.add_argument(
+        "output_dir",
+        metavar="OUT",
+        help="folder for index.html; it may come after the options, too",
+    )
     _add_data_options(parser)
     _add_ood_options(parser)
     _add_overwrite(parser, "replace the page if it exists")
@@ -198,7 +247,9 @@ _COMMANDS = {
 
 def _add_sources(parser: argparse.ArgumentParser, several: str = "") -> None:
     if several:
-        parser.add_argument("sources", nargs="+", metavar="CHECKPOINT", help=f"{_SOURCE}; {several}")
+        parser.add_argument(
+            "sources", nargs="+", metavar="CHECKPOINT", help=f"{_SOURCE}; {several}"
+        )
     else:
         parser.add_argument("source", metavar="CHECKPOINT", help=_SOURCE)
 
@@ -224,19 +275,27 @@ def _add_key_values(group: Any, name: str, metavar: str, text: str) -> None:
 
 def _add_method_options(parser: argparse.ArgumentParser) -> None:
     methods = ("average", "sum", "topk", "svd", "random")  # as in timm_moe.convert.gather
-    parser.add_argument("--method", choices=methods, help="how the experts become one network (default: average)")
+    parser.add_argument(
+        "--method", choices=methods, help="how the experts become one network (default: average)"
+    )
     ratio = "of --method svd: share of the singular values kept (default: 0.75)"
     parser.add_argument("--svd-ratio", type=float, metavar="R", help=ratio)
 
 
 def _add_class_options(parser: argparse.ArgumentParser) -> None:
-    classes = parser.add_argument_group("classes", "their names, for config.json, from the images of the training")
-    classes.add_argument("--data-dir", metavar="DIR", help="folder of the training images, a folder for each class")
+    classes = parser.add_argument_group(
+        "classes", "their names, for config.json, from the images of the training"
+    )
+    classes.add_argument(
+        "--data-dir", metavar="DIR", help="folder of the training images, a folder for each class"
+    )
     _add_split_options(classes, "train")
 
 
 def _add_split_options(group: Any, default: str) -> None:
-    group.add_argument("--split", default=default, metavar="NAME", help="folder in it (default: %(default)s)")
+    group.add_argument(
+        "--split", default=default, metavar="NAME", help="folder in it (default: %(default)s)"
+    )
     names = "text file of the names of the classes, one a line, in the order of their numbers (default: as timm sorts)"
     group.add_argument("--class-map", default="", metavar="FILE", help=names)
 
@@ -244,21 +303,35 @@ def _add_split_options(group: Any, default: str) -> None:
 def _add_ood_options(parser: argparse.ArgumentParser) -> None:
     images = "folder of images of other classes, which its confidence should tell apart"
     parser.add_argument("--ood-data-dir", metavar="DIR", help=images)
-    parser.add_argument("--ood-split", metavar="NAME", help="split of these (default: that of --split)")
+    parser.add_argument(
+        "--ood-split", metavar="NAME", help="split of these (default: that of --split)"
+    )
 
 
 def _add_data_options(parser: argparse.ArgumentParser, **data_dir: Any) -> None:
     """Add the options for images and for running a checkpoint on them, named as in timm's validate.py."""
-    parser.add_argument("--data-dir", metavar="DIR", **{"required": True, "help": "folder of images", **data_dir})
+    parser.add_argument(
+        "--data-dir", metavar="DIR", **{"required": True, "help": "folder of images", **data_dir}
+    )
     _add_split_options(parser, "validation")
-    parser.add_argument("-b", "--batch-size", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "-b", "--batch-size", type=int, default=256, metavar="N", help="(default: %(default)s)"
+    )
     workers = "processes that load images (default: %(default)s)"
     parser.add_argument("-j", "--workers", type=int, default=4, metavar="N", help=workers)
-    parser.add_argument("--device", metavar="NAME", help="as torch names it (default: cuda if there is one, else cpu)")
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="as torch names it (default: cuda if there is one, else cpu)",
+    )
     parser.add_argument("--amp", action="store_true", help="run the model in mixed precision")
     dtypes = ["float16", "bfloat16"]
-    parser.add_argument("--amp-dtype", default="float16", choices=dtypes, help="(default: %(default)s)")
-    parser.add_argument("--use-ema", action="store_true", help="take the EMA weights of the checkpoint")
+    parser.add_argument(
+        "--amp-dtype", default="float16", choices=dtypes, help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--use-ema", action="store_true", help="take the EMA weights of the checkpoint"
+    )
     _add_spec_options(parser)
 
 
@@ -268,15 +341,30 @@ def _add_spec_options(parser: argparse.ArgumentParser) -> None:
     name = "registered name, or what describes it: local-dir:FOLDER, hf-hub:USER/NAME"
     model.add_argument("--model", metavar="NAME", help=name)
     _add_model_options(model)
-    images = parser.add_argument_group("images", "how they are prepared for the model; goes before what files say")
+    images = parser.add_argument_group(
+        "images", "how they are prepared for the model; goes before what files say"
+    )
     images.add_argument("--img-size", type=int, metavar="N", help="height and width in pixels")
-    images.add_argument("--mean", type=float, nargs="+", metavar="MEAN", help="of the pixels of each channel")
-    images.add_argument("--std", type=float, nargs="+", metavar="STD", help="of the pixels of each channel")
-    images.add_argument("--crop-pct", type=float, metavar="X", help="share of the resized image's side that is cut out")
+    images.add_argument(
+        "--mean", type=float, nargs="+", metavar="MEAN", help="of the pixels of each channel"
+    )
+    images.add_argument(
+        "--std", type=float, nargs="+", metavar="STD", help="of the pixels of each channel"
+    )
+    images.add_argument(
+        "--crop-pct",
+        type=float,
+        metavar="X",
+        help="share of the resized image's side that is cut out",
+    )
     images.add_argument("--crop-mode", metavar="NAME", help="squash, border or center")
-    images.add_argument("--interpolation", default="", metavar="NAME", help="of resizing, as bilinear or bicubic")
+    images.add_argument(
+        "--interpolation", default="", metavar="NAME", help="of resizing, as bilinear or bicubic"
+    )
 
 
 def _add_model_options(group: Any) -> None:
     group.add_argument("--num-classes", type=int, metavar="N", help="number of classes")
-    _add_key_values(group, "--model-kwargs", "KEY=VALUE", "options of the model, as in timm's scripts")
+    _add_key_values(
+        group, "--model-kwargs", "KEY=VALUE", "options of the model, as in timm's scripts"
+    )

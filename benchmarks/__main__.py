@@ -18,7 +18,8 @@ from .protocol import Setting, cpu_name
 from .worker import begin
 
 FOLDER = Path(__file__).parent
-#: glibc returns large blocks to the system and maps them again, page by page, at each use; this keeps them.
+#: glibc returns large blocks to the system and maps them again, page by page, at each use; this
+#: keeps them.
 NEUTRAL_ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
@@ -35,7 +36,9 @@ PLAN = {
         for allocator in ("neutral", "default")
         if mode == "eager" or allocator == "neutral"
     ],
-    "steps": [dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")],
+    "steps": [
+        dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")
+    ],
     "modes": [{}],
     "host": [dict(dtype=dtype) for dtype in ("float32", "bfloat16")],
     "averaging": [dict(allocator=allocator) for allocator in ("neutral", "default")],
@@ -49,7 +52,9 @@ PLAN = {
         for mode in ("eager", "compiled")
         for dtype in ("float32", "bfloat16")
     ],
-    "papers": [dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")],
+    "papers": [
+        dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")
+    ],
     "scaling": [dict(mode=mode, allocator="neutral", rounds=5) for mode in ("eager", "compiled")],
     "imports": [{}],
     "exporting": [dict(rounds=5)],
@@ -58,25 +63,38 @@ PLAN = {
 DEVICES = {"host": "cpu", "modes": "cuda", "imports": "cpu", "exporting": "cpu", "papers": "cuda"}
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Setting)}
-CHOICES = {"dtype": ("float32", "bfloat16"), "mode": ("eager", "compiled"), "allocator": ("neutral", "default")}
+CHOICES = {
+    "dtype": ("float32", "bfloat16"),
+    "mode": ("eager", "compiled"),
+    "allocator": ("neutral", "default"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "suites", nargs="*", metavar="SUITE", help=f"of {', '.join(PLAN)}; by default all; or distributed"
+        "suites",
+        nargs="*",
+        metavar="SUITE",
+        help=f"of {', '.join(PLAN)}; by default all; or distributed",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     for name, values in CHOICES.items():
-        parser.add_argument(f"--{name}", choices=values, help="only these settings of the suites; by default all")
-    parser.add_argument("--rounds", type=int, help="of each contest, instead of each suite's own number")
+        parser.add_argument(
+            f"--{name}", choices=values, help="only these settings of the suites; by default all"
+        )
+    parser.add_argument(
+        "--rounds", type=int, help="of each contest, instead of each suite's own number"
+    )
     parser.add_argument(
         "--minutes",
         type=float,
         metavar="N",
         help="begin no contest after N minutes; the same command goes on, without the contests that it has timed",
     )
-    parser.add_argument("--report", action="store_true", help="measure nothing, write the report of earlier results")
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing, write the report of earlier results"
+    )
     args = parser.parse_args()
     if args.suites == ["distributed"]:  # counted, not timed
         distributed.write()
@@ -97,7 +115,8 @@ def main() -> None:
 def _measure_all(pieces: list[tuple[str, dict[str, Any]]], minutes: float | None) -> list[str]:
     """Measure suites in their settings, with a limit of time what is missing; returns the suites that failed."""
     until, failed = time.time() + 60 * minutes if minutes else None, []
-    for suite, setting in sorted(pieces, key=lambda piece: piece[1].get("mode") == "compiled"):  # it takes minutes
+    # It takes minutes.
+    for suite, setting in sorted(pieces, key=lambda piece: piece[1].get("mode") == "compiled"):
         path = FOLDER / "results" / f"{_machine(setting['device'])}.json"
         if minutes and begin(suite, setting, path)["whole"]:
             continue
@@ -130,7 +149,9 @@ def _measure(suite: str, setting: dict[str, Any], path: Path, until: float | Non
     allocator = NEUTRAL_ALLOCATOR if setting.get("allocator") == "neutral" else {}
     command = [sys.executable, "-m", "benchmarks.worker", suite, json.dumps(setting), str(path)]
     command += [str(until)] if until else []
-    return not subprocess.run(command, env={**os.environ, **ONE_THREAD, **allocator}, cwd=FOLDER.parent).returncode
+    return not subprocess.run(
+        command, env={**os.environ, **ONE_THREAD, **allocator}, cwd=FOLDER.parent
+    ).returncode
 
 
 def _machine(device: str) -> str:

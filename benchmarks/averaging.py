@@ -45,4 +45,8 @@ def copy(num_experts: int, setting: Setting) -> Work:
 
 def _experts(num_experts: int, setting: Setting) -> list[Tensor]:
     model = timm.create_model("vit_small_ewa_moe", num_experts=num_experts).to(setting.device)
-    return [stacked for layer in timm_moe.moe_layers(model).values() for stacked in layer.stacked_weights().values()]
+    return [
+        stacked
+        for layer in timm_moe.moe_layers(model).values()
+        for stacked in layer.stacked_weights().values()
+    ]

@@ -1,7 +1,8 @@
 """Share of a training step in which the GPU is busy: the sum of its kernels against wall time.
 
-``python -m benchmarks.busy [--device cpu]`` prints a line for each model. A share well below 1 says that the GPU waits
-for the host. On a CPU the operators take the place of kernels, which only tries the command.
+``python -m benchmarks.busy [--device cpu]`` prints a line for each model. A share well below 1 says
+that the GPU waits for the host. On a CPU the operators take the place of kernels, which only tries
+the command.
 """
 
 import argparse
@@ -53,7 +54,11 @@ def _kernels(work: Work, setting: Setting) -> tuple[float, int]:
     # The range of an optimizer's step is noted on the GPU too, over its kernels.
     events = [event for event in profiler.events() or [] if not event.is_user_annotation]
     if on_gpu:
-        times = [event.time_range.elapsed_us() for event in events if event.device_type == DeviceType.CUDA]
+        times = [
+            event.time_range.elapsed_us()
+            for event in events
+            if event.device_type == DeviceType.CUDA
+        ]
     else:
         times = [event.self_cpu_time_total for event in events]
     return sum(times) / PROFILED / 1e6, len(times) // PROFILED

@@ -52,19 +52,23 @@ class Sizes:
         expert = parameters_of_an_expert(layers[0])
         rest = parameters(model) - expert * layers[0].num_experts * len(layers)
         width = layers[0].stacked_shapes["fc1.weight"][2]
-        return cls(len(layers), layers[0].num_experts, width, expert, rest, tokens, layers[0].router)
+        return cls(
+            len(layers), layers[0].num_experts, width, expert, rest, tokens, layers[0].router
+        )
 
     def slots(self, images: int) -> int:
         """Slots of each expert for the rows of a process, its capacity."""
         choices = images * self.tokens * self.router.top_k
         rounding, multiple = self.router.capacity_rounding, self.router.capacity_multiple
-        return expert_capacity(choices, self.experts, self.router.capacity_factor, rounding, multiple)
+        return expert_capacity(
+            choices, self.experts, self.router.capacity_factor, rounding, multiple
+        )
 
     def all_to_all(self, images: int, processes: int, itemsizes: tuple[int, int] = (4, 4)) -> int:
         """Bytes that a process sends to others for a layer and step, of items of rows and of outputs.
 
-        Rows, outputs, and the gradients of both go once each, a spare slot of each expert with them; before them the
-        numbers of rows, in 8 bytes.
+        Rows, outputs, and the gradients of both go once each, a spare slot of each expert with
+        them; before them the numbers of rows, in 8 bytes.
         """
         elsewhere = self.experts - self.experts // processes
         return elsewhere * (2 * sum(itemsizes) * self.width * (self.slots(images) + 1) + 8)
@@ -111,7 +115,12 @@ def page() -> str:
         for name, size, processes in each
     ]
     ewa = [
-        (name, processes, mega(size.all_reduce(processes)), mega(size.all_reduce(processes, processes)))
+        (
+            name,
+            processes,
+            mega(size.all_reduce(processes)),
+            mega(size.all_reduce(processes, processes)),
+        )
         for name, size, processes in each
     ]
     large = sizes["V-MoE-L/16"]
@@ -124,10 +133,19 @@ def page() -> str:
         )
         for ep in (8, 16, 32)
     ]
-    slots, flops, sent = large.slots(IMAGES), 3 * 4 * large.width * 4 * large.width, 2 * 8 * large.width
+    slots, flops, sent = (
+        large.slots(IMAGES),
+        3 * 4 * large.width * 4 * large.width,
+        2 * 8 * large.width,
+    )
     return TEXT.format(
-        routed=table(("model", "processes", "rows", "slots", "all-to-all", "FSDP2", "DDP", "memory"), routed),
-        ewa=table(("network of", "processes", "EWA over processes, or DDP of one", "DDP of all experts"), ewa),
+        routed=table(
+            ("model", "processes", "rows", "slots", "all-to-all", "FSDP2", "DDP", "memory"), routed
+        ),
+        ewa=table(
+            ("network of", "processes", "EWA over processes, or DDP of one", "DDP of all experts"),
+            ewa,
+        ),
         plan=table(("mesh", "experts of a process", "inside nodes", "between nodes"), plan),
         images=IMAGES,
         layers=", ".join(f"{size.layers} layers in {name}" for name, size in sizes.items()),

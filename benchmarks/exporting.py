@@ -30,15 +30,30 @@ def measure(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "last.pth.tar")
         _in_a_process("train", checkpoint, folder)
-        runs = [{name: _in_a_process(name, checkpoint, folder) for name in TITLES} for _ in range(setting.rounds)]
+        runs = [
+            {name: _in_a_process(name, checkpoint, folder) for name in TITLES}
+            for _ in range(setting.rounds)
+        ]
     for name, title in TITLES.items():
-        low, ratio, high = statistics.quantiles([run[name]["seconds"] / run["write"]["seconds"] for run in runs], n=4)
+        low, ratio, high = statistics.quantiles(
+            [run[name]["seconds"] / run["write"]["seconds"] for run in runs], n=4
+        )
         seconds = statistics.median(run[name]["seconds"] for run in runs)
         yield Row("time", title, ratio, low, high, seconds, "s")
     for name in ("convert", "export"):
-        low, ratio, high = statistics.quantiles([run[name]["peak"] / run[name]["allowed"] for run in runs], n=4)
+        low, ratio, high = statistics.quantiles(
+            [run[name]["peak"] / run[name]["allowed"] for run in runs], n=4
+        )
         peak = statistics.median(run[name]["peak"] for run in runs)
-        yield Row("peak memory / that of the model and one layer", TITLES[name], ratio, low, high, peak / 2**20, "MiB")
+        yield Row(
+            "peak memory / that of the model and one layer",
+            TITLES[name],
+            ratio,
+            low,
+            high,
+            peak / 2**20,
+            "MiB",
+        )
 
 
 def train(checkpoint: Path, folder: str, memory: "_Peak") -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Kernels and host time of expert layers and of a step, where a GPU waits for Python.
 
-A CPU with tiny tensors takes the form of a GPU: the operators are those that a GPU would start, and computing them
-takes no time. So what is timed is the host. Kernels are counted exactly and do not depend on the machine or its load.
+A CPU with tiny tensors takes the form of a GPU: the operators are those that a GPU would start, and
+computing them takes no time. So what is timed is the host. Kernels are counted exactly and do not
+depend on the machine or its load.
 """
 
 import contextlib
@@ -43,7 +44,10 @@ def measure(setting: Setting) -> Iterator[Contest | Row]:
     """Time and count a layer's forward and backward, and a step of a ViT with experts in every second block."""
     with form_of_a_gpu():
         for name, makes in (
-            ("layer, forward and backward", {name: partial(pass_of, make, setting) for name, make in layers().items()}),
+            (
+                "layer, forward and backward",
+                {name: partial(pass_of, make, setting) for name, make in layers().items()},
+            ),
             (
                 "step of 12 blocks, fused AdamW",
                 {name: partial(step_of, make, setting) for name, make in models().items()},
@@ -67,7 +71,11 @@ def form_of_a_gpu() -> Iterator[None]:
 def layers() -> dict[str, Callable[[], nn.Module]]:
     """The layers, each with the losses that it is trained with."""
     options: dict[str, Any] = {"capacity_factor": 1.05, "loss_weights": {"balance": 0.01}}
-    vmoe: dict[str, Any] = {**options, "loss_weights": {"importance": 0.005, "load": 0.005}, "noise_std": 1.0}
+    vmoe: dict[str, Any] = {
+        **options,
+        "loss_weights": {"importance": 0.005, "load": 0.005},
+        "noise_std": 1.0,
+    }
     unlimited = {"loss_weights": options["loss_weights"]}
 
     def routed(router: nn.Module) -> nn.Module:
@@ -78,7 +86,9 @@ def layers() -> dict[str, Callable[[], nn.Module]]:
         "EWA, 4 experts": lambda: EwaMlp(mlp(), 4),
         "top-1 of 8, capacity": lambda: routed(TopKRouter(WIDTH, 8, 1, **options)),
         "top-2 of 8, capacity": lambda: routed(TopKRouter(WIDTH, 8, 2, **options)),
-        "V-MoE: top-2 of 8, importance, load, noise": lambda: routed(TopKRouter(WIDTH, 8, 2, **vmoe)),
+        "V-MoE: top-2 of 8, importance, load, noise": lambda: routed(
+            TopKRouter(WIDTH, 8, 2, **vmoe)
+        ),
         "top-1 of 8, capacity, cosine score": lambda: routed(CosineRouter(WIDTH, 8, 1, **options)),
         "Expert Choice of 8": lambda: routed(ExpertChoiceRouter(WIDTH, 8)),
         "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, 2), 8),

@@ -33,11 +33,17 @@ def measure(setting: Setting) -> Iterator[Row]:
     samples: dict[str, list[float]] = {baseline: [], gauge: [], found: []}
     for _ in range(setting.rounds):
         for entry in random.sample(list(samples), len(samples)):
-            samples[entry].append(_seconds(TORCH, TORCH_DEVICE_BACKEND_AUTOLOAD="1" if entry == found else "0"))
+            samples[entry].append(
+                _seconds(TORCH, TORCH_DEVICE_BACKEND_AUTOLOAD="1" if entry == found else "0")
+            )
     yield from compare(Contest("import of torch", {}), samples, baseline, gauge)
 
 
 def _seconds(code: str, **environment: str) -> float:
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | environment
-    run = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    variables = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    } | environment
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
+    )
     return float(run.stdout)

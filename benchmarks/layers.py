@@ -47,11 +47,15 @@ def contests(setting: Setting) -> Iterator[Contest]:
         "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
         "top-1 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, capacity_factor=1.05), 8),
         "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter), 8),
-        "pBE, two members, top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8),
+        "pBE, two members, top-1 of 8": lambda: MoeMlp(
+            mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8
+        ),
         "top-1 of 8, cosine score": lambda: MoeMlp(mlp(), router(8, kind=CosineRouter), 8),
         "top-1 of 8, sigmoid and bias": lambda: MoeMlp(mlp(), TopKRouter(WIDTH, 8, **SIGMOID), 8),
         "top-2 of 16 halves": lambda: MoeMlp(mlp(), router(16, 2), 16, expert_width=0.5),
-        "top-3 of 32 quarters and a shared one": lambda: SharedExpertMlp(mlp(), router(32, 3), 32, expert_width=0.25),
+        "top-3 of 32 quarters and a shared one": lambda: SharedExpertMlp(
+            mlp(), router(32, 3), 32, expert_width=0.25
+        ),
         "Expert Choice of 8": lambda: MoeMlp(mlp(), ExpertChoiceRouter(WIDTH, 8), 8),
         "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, slots), 8),
     }
@@ -61,8 +65,12 @@ def contests(setting: Setting) -> Iterator[Contest]:
         "dense": lambda: mlp(2 * HIDDEN),
         "top-2 of 8": lambda: MoeMlp(mlp(), router(8, 2), 8),
         "top-2 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, 2, capacity_factor=1.05), 8),
-        "WideNet: top-2 of 4, capacity 1.2": lambda: MoeMlp(mlp(), router(4, 2, capacity_factor=1.2), 4),
-        "image-level top-1 of 8 and a shared expert": lambda: SharedExpertMlp(mlp(), router(8, kind=ImageRouter), 8),
+        "WideNet: top-2 of 4, capacity 1.2": lambda: MoeMlp(
+            mlp(), router(4, 2, capacity_factor=1.2), 4
+        ),
+        "image-level top-1 of 8 and a shared expert": lambda: SharedExpertMlp(
+            mlp(), router(8, kind=ImageRouter), 8
+        ),
     }
     notes = {"WideNet: top-2 of 4, capacity 1.2": "a row whose two choices are full costs nothing"}
     yield Contest("layer, two experts a row", training(layers, x, setting), notes)
@@ -80,7 +88,11 @@ def mlp(hidden: int = HIDDEN, width: int = WIDTH) -> Mlp:
 
 
 def router(
-    num_experts: int, top_k: int = 1, kind: type[TopKRouter] = TopKRouter, width: int = WIDTH, **options
+    num_experts: int,
+    top_k: int = 1,
+    kind: type[TopKRouter] = TopKRouter,
+    width: int = WIDTH,
+    **options,
 ) -> TopKRouter:
     return kind(width, num_experts, top_k, loss_weights=BALANCE, **options)
 
@@ -114,7 +126,9 @@ def saved_bytes(setting: Setting) -> Iterator[Row]:
         "random partition, 8 experts": lambda: EwaMlp(mlp(), 8),
         "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
     }
-    kept = {name: _saved_bytes(make().to(setting.device), x, setting) for name, make in layers.items()}
+    kept = {
+        name: _saved_bytes(make().to(setting.device), x, setting) for name, make in layers.items()
+    }
     for name, number in kept.items():
         ratio = number / kept["dense"]
         yield Row("saved for the backward", name, ratio, ratio, ratio, number / 2**20, "MiB")
@@ -131,6 +145,10 @@ def _saved_bytes(layer: nn.Module, x: Tensor, setting: Setting) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), setting.autocast():
         y = layer.train()(x.clone().requires_grad_())
-    number = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in parameters)
+    number = sum(
+        tensor.untyped_storage().nbytes()
+        for place, tensor in kept.items()
+        if place not in parameters
+    )
     del y
     return number

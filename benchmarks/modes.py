@@ -32,12 +32,19 @@ def models(setting: Setting) -> list[tuple[str, dict[str, Make], int]]:
     """Names, makers and batches of the models: dense, with EWA and with top-1 routing."""
     if setting.device == "cpu":
         size = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=CLASSES)
-        create = partial(timm.create_model, pretrained_cfg_overlay=dict(input_size=(3, 32, 32)), **size)
+        create = partial(
+            timm.create_model, pretrained_cfg_overlay=dict(input_size=(3, 32, 32)), **size
+        )
         names = ("vit_tiny_patch16_224", "vit_tiny_ewa_moe", "vit_tiny_moe")
-        makes = {entry: partial(create, name) for entry, name in zip(("dense", "EWA", "top-1"), names, strict=True)}
+        makes = {
+            entry: partial(create, name)
+            for entry, name in zip(("dense", "EWA", "top-1"), names, strict=True)
+        }
         return [("a tiny ViT", makes, 4)]
     found = []
     for name, size in (("ViT-S/16", "small"), ("ViT-B/16", "base")):
         every = contenders(f"vit_{size}_patch16_224", f"vit_{size}")
-        found.append((name, {entry: make for entry, make in every.items() if "8 experts" not in entry}, 128))
+        found.append(
+            (name, {entry: make for entry, make in every.items() if "8 experts" not in entry}, 128)
+        )
     return found

@@ -25,7 +25,10 @@ def measure(setting: Setting) -> Iterator[Contest]:
 def layers(setting: Setting) -> Iterator[Contest]:
     size, experts = VMOE_B32, VMOE_B32.experts
     x = torch.randn(setting.pick(32, 1024), size.tokens, size.width, device=setting.device)
-    dense, route = partial(mlp, size.hidden, size.width), partial(router, experts, 2, width=size.width)
+    dense, route = (
+        partial(mlp, size.hidden, size.width),
+        partial(router, experts, 2, width=size.width),
+    )
     entries = {
         "dense": partial(mlp, 2 * size.hidden, size.width),
         "top-2 of 32, capacity 1.05": lambda: MoeMlp(dense(), route(capacity_factor=1.05), experts),
@@ -49,5 +52,7 @@ def steps(setting: Setting) -> Iterator[Contest]:
             {widenet: "its 12 blocks share the layer that the dense model has 12 times"},
         ),
     ):
-        entries = {entry: partial(step, make, batch, True, setting) for entry, make in models.items()}
+        entries = {
+            entry: partial(step, make, batch, True, setting) for entry, make in models.items()
+        }
         yield Contest(f"step of {name}, 224 px, batch {batch}, fused AdamW", entries, notes)

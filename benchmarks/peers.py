@@ -28,7 +28,8 @@ class Size:
     Attributes:
         name: begins the names of its contests.
         width: of its inputs.
-        hidden: width within an expert; two thirds of it with SwiGLU, which has three matrices instead of two.
+        hidden: width within an expert; two thirds of it with SwiGLU, which has three matrices
+            instead of two.
         experts: number of experts.
         tokens: rows of an image.
     """
@@ -76,7 +77,9 @@ def contests(setting: Setting, size: Size) -> Iterator[Contest]:
     yield Contest(title, training(_installed(layers), x, setting), notes)
     for top_k in (1, 2):
         name = f"{size.name}top-{top_k} of {size.experts} SwiGLU experts, nothing dropped"
-        theirs: dict[str, Callable[[], nn.Module]] = {"transformers, eager": partial(qwen3_moe, size, top_k, "eager")}
+        theirs: dict[str, Callable[[], nn.Module]] = {
+            "transformers, eager": partial(qwen3_moe, size, top_k, "eager")
+        }
         if setting.dtype == "float32":
             theirs["transformers, grouped_mm"] = partial(qwen3_moe, size, top_k, "grouped_mm")
         ours = {"dense": partial(swiglu, size, top_k), "timm_moe": partial(swiglu_moe, size, top_k)}
@@ -89,15 +92,22 @@ def contests(setting: Setting, size: Size) -> Iterator[Contest]:
                 "megablocks": partial(megablocks, size, top_k),
             }
             layers = {
-                entry: lambda make=make: InBfloat16(make()) for entry, make in _installed({**ours, **theirs}).items()
+                entry: lambda make=make: InBfloat16(make())
+                for entry, make in _installed({**ours, **theirs}).items()
             }
             notes = dict.fromkeys(theirs, "no balance loss")
-            yield Contest(f"{name}, weights in bfloat16", training(layers, x.bfloat16(), setting), notes)
+            yield Contest(
+                f"{name}, weights in bfloat16", training(layers, x.bfloat16(), setting), notes
+            )
 
 
 def _installed(layers: dict[str, Callable[[], nn.Module]]) -> dict[str, Callable[[], nn.Module]]:
     own = ("dense", "timm_moe")
-    return {name: make for name, make in layers.items() if name in own or importlib.util.find_spec(name.split(",")[0])}
+    return {
+        name: make
+        for name, make in layers.items()
+        if name in own or importlib.util.find_spec(name.split(",")[0])
+    }
 
 
 def moe(size: Size) -> nn.Module:
@@ -171,13 +181,21 @@ def scattermoe(size: Size, top_k: int) -> nn.Module:
     """Build scattermoe's experts, which need a GPU, behind a router."""
     from scattermoe.mlp import GLUMLP
 
-    return _Scattered(size, top_k, GLUMLP(size.width, size.hidden * 2 // 3, size.experts, top_k, activation=nn.SiLU()))
+    return _Scattered(
+        size,
+        top_k,
+        GLUMLP(size.width, size.hidden * 2 // 3, size.experts, top_k, activation=nn.SiLU()),
+    )
 
 
 class _Scattered(nn.Module):
     def __init__(self, size: Size, top_k: int, experts: nn.Module):
         super().__init__()
-        self.router, self.experts, self.top_k = nn.Linear(size.width, size.experts, bias=False), experts, top_k
+        self.router, self.experts, self.top_k = (
+            nn.Linear(size.width, size.experts, bias=False),
+            experts,
+            top_k,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gates, choices = self.router(x.flatten(0, 1)).softmax(1).topk(self.top_k)

@@ -1,17 +1,18 @@
 """The programme for twelve minutes of one GPU: ``python -m benchmarks.programme FOLDER``.
 
-Four parts run one after the other, each within a limit of its own, and none stops another. Each writes
-FOLDER/<part>.log, the steps also write steps.json. FOLDER/summary.txt says how each part ended and how long it took.
+Four parts run one after the other, each within a limit of its own, and none stops another. Each
+writes FOLDER/<part>.log, the steps also write steps.json. FOLDER/summary.txt says how each part
+ended and how long it took.
 
 =========  =======  ============================================================================================
 ``busy``   60 s     share of a step in which the GPU is busy; well below 1 the host is the limit
 ``tests``  180 s    ``pytest -m gpu``
-``steps``  240 s    steps of ViT-S and ViT-B, eager, compiled and as CUDA graphs, with a second dense copy as gauge
-``study``  240 s    and what the others left: EWA near its paper
-=========  =======  ============================================================================================
+``steps`` 240 s steps of ViT-S and ViT-B, eager, compiled and as CUDA graphs, with a second dense
+copy as gauge ``study`` 240 s and what the others left: EWA near its paper ========= =======
+============================================================================================
 
-``--parts`` chooses some of them, as where one command may not take so long. ``--device cpu`` rehearses all of it in
-miniature.
+``--parts`` chooses some of them, as where one command may not take so long. ``--device cpu``
+rehearses all of it in miniature.
 """
 
 import argparse
@@ -37,9 +38,23 @@ MakeCommand = Callable[[float], Sequence[str]]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.programme", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="for all output")
-    parser.add_argument("--parts", nargs="+", choices=LIMITS, default=list(LIMITS), metavar="PART", help="some parts")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal in miniature")
-    parser.add_argument("--data-dir", default="cifar100", metavar="DIR", help="images of the study (studies.cifar100)")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=LIMITS,
+        default=list(LIMITS),
+        metavar="PART",
+        help="some parts",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal in miniature"
+    )
+    parser.add_argument(
+        "--data-dir",
+        default="cifar100",
+        metavar="DIR",
+        help="images of the study (studies.cifar100)",
+    )
     args = parser.parse_args()
     every = commands(args.folder.absolute(), args.device, args.data_dir)
     failed = work_off({part: every[part] for part in args.parts}, LIMITS, args.folder)
@@ -52,10 +67,22 @@ def commands(folder: Path, device: str, data_dir: str) -> dict[str, MakeCommand]
     python, is_gpu = [sys.executable, "-m"], device == "cuda"
     tests = ["-m", "gpu", "tests/gpu"] if is_gpu else ["tests/gpu/test_waits.py", "-k", "counted"]
     steps = json.dumps({"device": device, "rounds": 5 if is_gpu else 2})
-    study = ["studies", "near", "--size", "paper", "--device", "cuda", "--jobs", "6", "--data-dir", data_dir]
+    study = [
+        "studies",
+        "near",
+        "--size",
+        "paper",
+        "--device",
+        "cuda",
+        "--jobs",
+        "6",
+        "--data-dir",
+        data_dir,
+    ]
 
     def measured(seconds: float) -> list[str]:
-        until = str(time.time() + seconds - (30 if is_gpu else 0))  # a contest that begins later would not end
+        # A contest that begins later would not end.
+        until = str(time.time() + seconds - (30 if is_gpu else 0))
         return [*python, "benchmarks.worker", "modes", steps, str(folder / "steps.json"), until]
 
     def trained(seconds: float) -> list[str]:
@@ -70,7 +97,9 @@ def commands(folder: Path, device: str, data_dir: str) -> dict[str, MakeCommand]
     }
 
 
-def work_off(parts: Mapping[str, MakeCommand], limits: Mapping[str, float], folder: Path) -> list[str]:
+def work_off(
+    parts: Mapping[str, MakeCommand], limits: Mapping[str, float], folder: Path
+) -> list[str]:
     """Run the parts, of which the last one has the time that the others leave; returns those that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     end, failed = time.monotonic() + sum(limits[part] for part in parts), []

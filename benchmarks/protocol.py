@@ -29,7 +29,8 @@ class Setting:
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: ``"float32"``, or ``"bfloat16"`` for autocast.
-        mode: ``"eager"``, ``"compiled"``, or ``"reduce-overhead"``, compiled into CUDA graphs on a GPU.
+        mode: ``"eager"``, ``"compiled"``, or ``"reduce-overhead"``, compiled into CUDA graphs on a
+            GPU.
         allocator: ``"default"``, or ``"neutral"``, in which glibc's malloc keeps large blocks.
         rounds: rounds of each contest.
     """
@@ -104,7 +105,8 @@ class Row:
 def run(contest: Contest, setting: Setting) -> list[Row]:
     """Time a contest; repeat it if the gauge shows too much noise, and keep the quietest attempt."""
     torch.compiler.reset()
-    # Entries of a contest may share code of torch, of which it compiles eight variants and runs others in eager mode.
+    # Entries of a contest may share code of torch, of which it compiles eight variants and runs
+    # others in eager mode.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     baseline = next(iter(contest.entries))
@@ -126,7 +128,9 @@ def _warm_up(works: Mapping[str, Work], baseline: str, setting: Setting) -> int:
     return max(1, math.ceil(SHORTEST_SAMPLE / _seconds(works[baseline], 1, setting)))
 
 
-def _rounds(name: str, works: Mapping[str, Work], repeats: int, setting: Setting) -> dict[str, list[float]]:
+def _rounds(
+    name: str, works: Mapping[str, Work], repeats: int, setting: Setting
+) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {entry: [] for entry in works}
     shown = time.monotonic()
     for number in range(setting.rounds):
@@ -155,11 +159,15 @@ def synchronize(setting: Setting) -> None:
         torch.cuda.synchronize()
 
 
-def compare(contest: Contest, seconds: Mapping[str, list[float]], baseline: str, gauge: str) -> list[Row]:
+def compare(
+    contest: Contest, seconds: Mapping[str, list[float]], baseline: str, gauge: str
+) -> list[Row]:
     """Compute the rows of a contest from the seconds of each round; ``gauge`` names the baseline's second copy."""
 
     def quartiles(entry: str) -> list[float]:
-        return statistics.quantiles([a / b for a, b in zip(seconds[entry], seconds[baseline], strict=True)], n=4)
+        return statistics.quantiles(
+            [a / b for a, b in zip(seconds[entry], seconds[baseline], strict=True)], n=4
+        )
 
     noise = quartiles(gauge)[1]
     rows = []
@@ -174,13 +182,17 @@ def compare(contest: Contest, seconds: Mapping[str, list[float]], baseline: str,
 def cpu_name() -> str:
     """Name the CPU, with its widest instructions for matrix products."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    stated = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    stated = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     name = stated.get("model name", platform.processor() or platform.machine())
     name = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", "", name)
     if stated.get("vendor_id") == "AuthenticAMD":  # virtual machines may hide the model
         name += f" family {stated.get('cpu family')}"
     flags = stated.get("flags", "").split()
-    widest = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags), "")
+    widest = next(
+        (flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags), ""
+    )
     return " ".join([*name.split(), *([f"({widest})"] if widest else [])])
 
 

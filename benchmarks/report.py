@@ -33,14 +33,52 @@ class Target(NamedTuple):
 
 _SMALL = "step of ViT-S/16, 224 px"
 TARGETS = [
-    Target("training step, EWA, 4 experts", "steps {dtype} neutral", _SMALL, "EWA, 4", {"cpu": 1.01, "cuda": 1.03}),
-    Target("training step, EWA, 8 experts", "steps {dtype} neutral", _SMALL, "EWA, 8", {"cpu": 1.03, "cuda": 1.05}),
-    Target("training step, top-1 of 8", "steps {dtype} neutral", _SMALL, "naive", {"cpu": 1.06, "cuda": 1.08}),
+    Target(
+        "training step, EWA, 4 experts",
+        "steps {dtype} neutral",
+        _SMALL,
+        "EWA, 4",
+        {"cpu": 1.01, "cuda": 1.03},
+    ),
+    Target(
+        "training step, EWA, 8 experts",
+        "steps {dtype} neutral",
+        _SMALL,
+        "EWA, 8",
+        {"cpu": 1.03, "cuda": 1.05},
+    ),
+    Target(
+        "training step, top-1 of 8",
+        "steps {dtype} neutral",
+        _SMALL,
+        "naive",
+        {"cpu": 1.06, "cuda": 1.08},
+    ),
     *(
-        Target(what, f"layers {dtype} eager neutral", f"layer, {rows} a row", entry, {"cpu": cpu, "cuda": cuda})
+        Target(
+            what,
+            f"layers {dtype} eager neutral",
+            f"layer, {rows} a row",
+            entry,
+            {"cpu": cpu, "cuda": cuda},
+        )
         for what, dtype, rows, entry, cpu, cuda in (
-            ("random partition, 4 experts", "{dtype}", "one expert", "random partition, 4", 1.03, 1.05),
-            ("random partition, 8 experts", "{dtype}", "one expert", "random partition, 8", 1.03, 1.05),
+            (
+                "random partition, 4 experts",
+                "{dtype}",
+                "one expert",
+                "random partition, 4",
+                1.03,
+                1.05,
+            ),
+            (
+                "random partition, 8 experts",
+                "{dtype}",
+                "one expert",
+                "random partition, 8",
+                1.03,
+                1.05,
+            ),
             ("routed layer, top-1", "float32", "one expert", "top-1 of 8", 1.03, 1.10),
             ("routed layer, top-2", "float32", "two experts", "top-2 of 8", 1.10, 1.10),
             ("routed layer, top-1, bfloat16", "bfloat16", "one expert", "top-1 of 8", 1.10, 1.10),
@@ -62,7 +100,11 @@ TARGETS = [
     ),
     *(
         Target(
-            f"compiled layer, {what}", "layers float32 compiled neutral", f"layer, {rows} a row", entry, {"cpu": 1.1}
+            f"compiled layer, {what}",
+            "layers float32 compiled neutral",
+            f"layer, {rows} a row",
+            entry,
+            {"cpu": 1.1},
         )
         for what, rows, entry in (
             ("top-1 of 8", "one expert", "top-1 of 8"),
@@ -79,7 +121,13 @@ TARGETS = [
         {"cpu": 1.15},
     ),
     *(
-        Target(f"{what} of a {whole}, {entry}", f"host {dtype}", f"{what} of a {whole}", entry, {"cpu": bound})
+        Target(
+            f"{what} of a {whole}, {entry}",
+            f"host {dtype}",
+            f"{what} of a {whole}",
+            entry,
+            {"cpu": bound},
+        )
         for what, whole, dtype, bounds in (
             (
                 *("kernels", "layer", "float32"),
@@ -90,17 +138,45 @@ TARGETS = [
         )
         for entry, bound in bounds.items()
     ),
-    Target("routed layer, top-1 of 64", "scaling eager neutral", "64 experts", "top-1", {"cpu": 1.15}),
-    Target("routed layer, top-1 of 8, 64 rows", "scaling eager neutral", "64 rows", "top-1", {"cpu": 2.5}),
-    Target("averaging 4 experts / memcpy", "averaging neutral", "averaging, 4", "averaging", {"cpu": 1.6, "cuda": 1.6}),
-    Target("averaging 8 experts / memcpy", "averaging neutral", "averaging, 8", "averaging", {"cpu": 1.6, "cuda": 1.6}),
     Target(
-        "saved bytes, random partition", "layers float32 eager neutral", "saved", "random", {"cpu": 1.01, "cuda": 1.01}
+        "routed layer, top-1 of 64", "scaling eager neutral", "64 experts", "top-1", {"cpu": 1.15}
+    ),
+    Target(
+        "routed layer, top-1 of 8, 64 rows",
+        "scaling eager neutral",
+        "64 rows",
+        "top-1",
+        {"cpu": 2.5},
+    ),
+    Target(
+        "averaging 4 experts / memcpy",
+        "averaging neutral",
+        "averaging, 4",
+        "averaging",
+        {"cpu": 1.6, "cuda": 1.6},
+    ),
+    Target(
+        "averaging 8 experts / memcpy",
+        "averaging neutral",
+        "averaging, 8",
+        "averaging",
+        {"cpu": 1.6, "cuda": 1.6},
+    ),
+    Target(
+        "saved bytes, random partition",
+        "layers float32 eager neutral",
+        "saved",
+        "random",
+        {"cpu": 1.01, "cuda": 1.01},
     ),
     Target("export, ViT-L: average and write", "exporting", "time", "average and", {"cpu": 1.5}),
     Target("export, ViT-L: all of it", "exporting", "time", "export_dense", {"cpu": 1.5}),
-    Target("export, ViT-L: peak memory, converting", "exporting", "peak", "average and", {"cpu": 1.0}),
-    Target("export, ViT-L: peak memory, all of it", "exporting", "peak", "export_dense", {"cpu": 1.0}),
+    Target(
+        "export, ViT-L: peak memory, converting", "exporting", "peak", "average and", {"cpu": 1.0}
+    ),
+    Target(
+        "export, ViT-L: peak memory, all of it", "exporting", "peak", "export_dense", {"cpu": 1.0}
+    ),
 ]
 _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -149,8 +225,9 @@ def _target_line(target: Target, device: str, results: Results) -> str:
 def _origin(result: dict[str, Any]) -> str:
     place, setting = result["environment"], result["setting"]
     return (
-        f"{place['device']}; Python {place['python']}, torch {place['torch']}, timm {place['timm']}, "
-        f"timm_moe {place['timm_moe']}; {place['date']}; {setting['rounds']} rounds."
+        f"{place['device']}; Python {place['python']}, torch {place['torch']}, timm "
+        f"{place['timm']}, timm_moe {place['timm_moe']}; {place['date']}; {setting['rounds']} "
+        "rounds."
     )
 
 
@@ -158,8 +235,16 @@ def _tables(rows: list[Row]) -> Iterator[str]:
     for contest in dict.fromkeys(row.contest for row in rows):
         members = [row for row in rows if row.contest == contest]
         gauge = members[0].gauge
-        noise = "" if gauge is None else f" (gauge {gauge:.3f}{'' if members[0].counts else ': discard'})"
-        yield from ("", f"| {contest}{noise} | ratio | quartiles | {members[0].unit} | |", "|---|---|---|---|---|")
+        noise = (
+            ""
+            if gauge is None
+            else f" (gauge {gauge:.3f}{'' if members[0].counts else ': discard'})"
+        )
+        yield from (
+            "",
+            f"| {contest}{noise} | ratio | quartiles | {members[0].unit} | |",
+            "|---|---|---|---|---|",
+        )
         for row in members:
             quartiles = "" if row.low == row.high else f"{row.low:.3f}-{row.high:.3f}"
             yield f"| {row.entry} | {row.ratio:.3f} | {quartiles} | {row.value:.4g} | {row.note} |"
@@ -168,13 +253,21 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 def _chart_layers(machine: str, results: Results) -> None:
     from matplotlib.figure import Figure
 
-    keys = [key for dtype in ("float32", "bfloat16") if (key := f"layers {dtype} eager neutral") in results]
+    keys = [
+        key
+        for dtype in ("float32", "bfloat16")
+        if (key := f"layers {dtype} eager neutral") in results
+    ]
     if not keys:
         return
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     for number, key in enumerate(keys):
-        rows = [Row(**row) for row in results[key]["rows"] if row["unit"] == "ms" and row["entry"] != "dense"]
+        rows = [
+            Row(**row)
+            for row in results[key]["rows"]
+            if row["unit"] == "ms" and row["entry"] != "dense"
+        ]
         places = [place + 0.38 * number for place in range(len(rows))]
         errors = [[row.ratio - row.low for row in rows], [row.high - row.ratio for row in rows]]
         axes.barh(places, [row.ratio for row in rows], 0.36, xerr=errors, label=key.split()[1])
@@ -195,7 +288,9 @@ def _chart_scaling(machine: str, results: Results) -> None:
         return
     rows = [Row(**row) for row in results["scaling eager neutral"]["rows"]]
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    for axes, axis in zip(figure.subplots(1, 3, sharey=True), ("experts", "rows", "width"), strict=True):
+    for axes, axis in zip(
+        figure.subplots(1, 3, sharey=True), ("experts", "rows", "width"), strict=True
+    ):
         for entry in ("random partition", "top-1"):
             points = [
                 (int("".join(filter(str.isdigit, row.contest))), row)
@@ -205,7 +300,10 @@ def _chart_scaling(machine: str, results: Results) -> None:
             if not points:
                 continue
             middle = [row.ratio for _, row in points]
-            errors = [[row.ratio - row.low for _, row in points], [row.high - row.ratio for _, row in points]]
+            errors = [
+                [row.ratio - row.low for _, row in points],
+                [row.high - row.ratio for _, row in points],
+            ]
             axes.errorbar([number for number, _ in points], middle, errors, marker="o", label=entry)
         axes.set_xscale("log", base=2)
         axes.axhline(1, color="black", linewidth=0.8)

@@ -23,7 +23,9 @@ def measure(setting: Setting) -> Iterator[Contest]:
     ):
         for fused in (True, False):
             optimizer = "fused AdamW" if fused else "AdamW"
-            entries = {entry: partial(step, make, batch, fused, setting) for entry, make in models.items()}
+            entries = {
+                entry: partial(step, make, batch, fused, setting) for entry, make in models.items()
+            }
             yield Contest(f"step of {name}, batch {batch}, {optimizer}", entries)
 
 

@@ -42,7 +42,11 @@ def main(suite: str, options: str, file: str, until: str = "") -> None:
             failed.append(found.name)
             continue
         for row in rows:
-            others = [old for old in result["rows"] if (old["contest"], old["entry"]) != (row.contest, row.entry)]
+            others = [
+                old
+                for old in result["rows"]
+                if (old["contest"], old["entry"]) != (row.contest, row.entry)
+            ]
             result["rows"] = [*others, dataclasses.asdict(row)]
             _store(suite, stated, path, result)
             print(f"  {_line(row)}", file=sys.stderr, flush=True)
@@ -56,8 +60,14 @@ def begin(suite: str, stated: dict[str, Any], path: Path) -> dict[str, Any]:
     setting = dataclasses.asdict(Setting(**stated))
     place = environment(setting["device"])
     old = _read(path).get(_key(suite, stated), {})
-    is_same = old.get("setting") == setting and {**old["environment"], "date": place["date"]} == place
-    kept = {"rows": old["rows"], "whole": old.get("whole", False)} if is_same else {"rows": [], "whole": False}
+    is_same = (
+        old.get("setting") == setting and {**old["environment"], "date": place["date"]} == place
+    )
+    kept = (
+        {"rows": old["rows"], "whole": old.get("whole", False)}
+        if is_same
+        else {"rows": [], "whole": False}
+    )
     return {"suite": suite, "setting": setting, "environment": place, **kept}
 
 
@@ -73,13 +83,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _key(suite: str, stated: dict[str, Any]) -> str:
-    return " ".join([suite, *(str(stated[name]) for name in ("dtype", "mode", "allocator") if name in stated)])
+    return " ".join(
+        [suite, *(str(stated[name]) for name in ("dtype", "mode", "allocator") if name in stated)]
+    )
 
 
 def _line(row: Row) -> str:
-    gauge = "" if row.gauge is None else f", gauge {row.gauge:.3f}{'' if row.counts else ': too much noise'}"
+    gauge = (
+        ""
+        if row.gauge is None
+        else f", gauge {row.gauge:.3f}{'' if row.counts else ': too much noise'}"
+    )
     return (
-        f"{row.contest}: {row.entry} {row.ratio:.3f} ({row.low:.3f}-{row.high:.3f}), {row.value:.4g} {row.unit}{gauge}"
+        f"{row.contest}: {row.entry} {row.ratio:.3f} ({row.low:.3f}-{row.high:.3f}), "
+        f"{row.value:.4g} {row.unit}{gauge}"
     )
 
 

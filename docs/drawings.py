@@ -30,32 +30,53 @@ class Panel:
         axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT), aspect="equal")
         axes.axis("off")
         axes.set_title(title, fontsize=11, fontweight="bold", color=INK)
-        axes.text(WIDTH / 2, 0.0, says, fontsize=8.5, ha="center", va="bottom", color=INK, linespacing=1.3)
+        axes.text(
+            WIDTH / 2, 0.0, says, fontsize=8.5, ha="center", va="bottom", color=INK, linespacing=1.3
+        )
         self.axes = axes
 
     def box(
-        self, x: float, y: float, text: str, colour: str = PAPER, width: float = 1.6, height: float = 0.9
+        self,
+        x: float,
+        y: float,
+        text: str,
+        colour: str = PAPER,
+        width: float = 1.6,
+        height: float = 0.9,
     ) -> tuple[float, float]:
         """Draw a rounded box around a point, which is returned."""
         corner = (x - width / 2 + 0.1, y - height / 2 + 0.1)
-        look: dict[str, Any] = dict(boxstyle="round,pad=0.1,rounding_size=0.15", facecolor=colour, edgecolor=INK)
+        look: dict[str, Any] = dict(
+            boxstyle="round,pad=0.1,rounding_size=0.15", facecolor=colour, edgecolor=INK
+        )
         self.axes.add_patch(FancyBboxPatch(corner, width - 0.2, height - 0.2, **look))
         red, green, blue = bytes.fromhex(colour[1:])
         readable = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else INK
         self.axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color=readable)
         return x, y
 
-    def tokens(self, y: float, colours: Sequence[str], x: float = WIDTH / 2, size: float = 0.55) -> list[float]:
+    def tokens(
+        self, y: float, colours: Sequence[str], x: float = WIDTH / 2, size: float = 0.55
+    ) -> list[float]:
         """Draw a row of tokens around x, and return the x of each."""
-        places = [x + (index - (len(colours) - 1) / 2) * size * 1.35 for index in range(len(colours))]
+        places = [
+            x + (index - (len(colours) - 1) / 2) * size * 1.35 for index in range(len(colours))
+        ]
         self.axes.bar(places, size, size, y - size / 2, color=colours, edgecolor=INK, linewidth=0.8)
         return places
 
     def arrow(
-        self, start: tuple[float, float], end: tuple[float, float], colour: str = INK, style: str = "-", text: str = ""
+        self,
+        start: tuple[float, float],
+        end: tuple[float, float],
+        colour: str = INK,
+        style: str = "-",
+        text: str = "",
     ) -> None:
         """Draw an arrow from one point to another, with a word beside its middle."""
-        line = dict(arrowstyle="-|>", color=colour, linestyle=style, linewidth=1.2, shrinkA=0, shrinkB=0)
+        line = dict(
+            arrowstyle="-|>", color=colour, linestyle=style, linewidth=1.2, shrinkA=0, shrinkB=0
+        )
         self.axes.annotate("", end, start, arrowprops=line)
         x, y = (start[0] + end[0]) / 2 + 0.15, (start[1] + end[1]) / 2
         self.axes.text(x, y, text, fontsize=8, va="center", color=INK)
@@ -72,7 +93,10 @@ def panels(figure: Figure, says: Sequence[str]) -> list[Panel]:
 
 def experts(panel: Panel, y: float) -> list[tuple[float, float]]:
     """Draw a row of four experts in their colours, and return their middles."""
-    return [panel.box(WIDTH / 4 * (number + 0.5), y, f"E{number + 1}", COLOURS[number]) for number in range(4)]
+    return [
+        panel.box(WIDTH / 4 * (number + 0.5), y, f"E{number + 1}", COLOURS[number])
+        for number in range(4)
+    ]
 
 
 def dense_to_experts(panel: Panel, into: str, back: str, result: str) -> None:
@@ -89,10 +113,13 @@ def dense_to_experts(panel: Panel, into: str, back: str, result: str) -> None:
         panel.box(5, 2.05, result, width=5.2)
 
 
-def routes(panel: Panel, chosen: Sequence[Sequence[int]], dropped: Sequence[tuple[int, int]] = ()) -> None:
+def routes(
+    panel: Panel, chosen: Sequence[Sequence[int]], dropped: Sequence[tuple[int, int]] = ()
+) -> None:
     """Draw tokens in a row, their ways to the experts that each chose, and out again in the same order.
 
-    A token takes the colour of its first expert. A pair of token and expert is dropped if there is no place.
+    A token takes the colour of its first expert. A pair of token and expert is dropped if there is
+    no place.
     """
     before = panel.tokens(6.5, [GREY] * len(chosen))
     row = experts(panel, 4.2)
@@ -100,7 +127,9 @@ def routes(panel: Panel, chosen: Sequence[Sequence[int]], dropped: Sequence[tupl
     for token, of_token in enumerate(chosen):
         for expert in of_token:
             (x, y), kept = row[expert], (token, expert) not in dropped
-            panel.arrow((before[token], 6.2), (x, y + 0.5), COLOURS[expert], style="-" if kept else ":")
+            panel.arrow(
+                (before[token], 6.2), (x, y + 0.5), COLOURS[expert], style="-" if kept else ":"
+            )
             if kept:
                 panel.arrow((x, y - 0.5), (after[token], 2.4), COLOURS[expert])
 
@@ -111,12 +140,16 @@ def ewa(figure: Figure) -> None:
         figure,
         (
             "Each token goes to a random expert,\neach expert gets as many. No router.",
-            "After the optimizer's step each expert moves\na little towards the others. Their mean stays.",
-            "Dense weights are copied into every expert.\nThe mean of the trained ones is exported.",
+            "After the optimizer's step each expert moves\na little towards the others. Their "
+            "mean stays.",
+            "Dense weights are copied into every expert.\nThe mean of the trained ones is "
+            "exported.",
         ),
     )
     routes(token, [[expert] for expert in (0, 2, 1, 3, 2, 0, 3, 1)])
-    for (x, y), colour in zip(((2.0, 5.6), (8.2, 6.1), (2.6, 2.1), (7.4, 2.2)), COLOURS, strict=True):
+    for (x, y), colour in zip(
+        ((2.0, 5.6), (8.2, 6.1), (2.6, 2.1), (7.4, 2.2)), COLOURS, strict=True
+    ):
         near = (x + 0.55 * (5 - x), y + 0.55 * (4 - y))
         step.arrow((x, y), near, colour)
         step.axes.plot(x, y, "o", color=colour, markersize=11, alpha=0.35)
@@ -131,9 +164,12 @@ def vmoe(figure: Figure) -> None:
     token, step, checkpoint = panels(
         figure,
         (
-            "A learned router sends each token to its 2 best\nexperts. What is over an expert's capacity is dropped.",
-            "Router losses are added to the images' loss.\nThey bring each expert's load near an even share.",
-            "Dense weights are copied into every expert, the\nrouter is new. Experts stay; OneS makes students.",
+            "A learned router sends each token to its 2 best\nexperts. What is over an expert's "
+            "capacity is dropped.",
+            "Router losses are added to the images' loss.\nThey bring each expert's load near an "
+            "even share.",
+            "Dense weights are copied into every expert, the\nrouter is new. Experts stay; OneS "
+            "makes students.",
         ),
     )
     routes(token, [(0, 2), (1, 0), (2, 1), (0, 3), (3, 1)], dropped=[(3, 0)])
@@ -148,9 +184,11 @@ def vimoe(figure: Figure) -> None:
     token, step, checkpoint = panels(
         figure,
         (
-            "The class token (c) chooses one expert for its\nimage. All tokens pass the shared expert, too.",
+            "The class token (c) chooses one expert for its\nimage. All tokens pass the shared "
+            "expert, too.",
             "The balance loss counts images, not tokens:\neach expert should get as many.",
-            "DINOv2's weights are copied into all experts\nof the last blocks. Other blocks stay dense.",
+            "DINOv2's weights are copied into all experts\nof the last blocks. Other blocks stay "
+            "dense.",
         ),
     )
     row = experts(token, 3.5)
@@ -176,16 +214,20 @@ def widenet(figure: Figure) -> None:
     token, step, checkpoint = panels(
         figure,
         (
-            "Each block has norms of its own. Attention and\nexperts are the same ones in all blocks.",
+            "Each block has norms of its own. Attention and\nexperts are the same ones in all "
+            "blocks.",
             "The gradients of all blocks add up\nin the one attention and the one expert layer.",
-            "What is shared is stored once. It is trained\nfrom scratch; OneS makes dense students of it.",
+            "What is shared is stored once. It is trained\nfrom scratch; OneS makes dense "
+            "students of it.",
         ),
     )
     for panel, of_block in ((token, "norms"), (step, "gradient")):
         shared = panel.box(7.8, 4.1, "attention\n+ experts", COLOURS[1], width=3.4, height=1.8)
         for block in range(4):
             x, y = panel.box(2.1, 2.0 + 1.4 * block, f"{of_block} {block}", width=3.0)
-            panel.arrow((x + 1.5, y), (shared[0] - 1.7, shared[1] + 0.3 * (block - 1.5)), COLOURS[0])
+            panel.arrow(
+                (x + 1.5, y), (shared[0] - 1.7, shared[1] + 0.3 * (block - 1.5)), COLOURS[0]
+            )
             if block and panel is token:
                 panel.arrow((x, y - 0.95), (x, y - 0.45))
     step.write(5.5, 4.1, "+", size=14)
@@ -201,9 +243,12 @@ def pbe(figure: Figure) -> None:
     token, step, checkpoint = panels(
         figure,
         (
-            "At the first expert layer each image is repeated.\nA member's tokens choose among its experts alone.",
-            "Each member's output is compared with the label.\nThe loss is the mean over the members.",
-            "The weights are a V-MoE's and load as such. In\nevaluation the members' probabilities are averaged.",
+            "At the first expert layer each image is repeated.\nA member's tokens choose among "
+            "its experts alone.",
+            "Each member's output is compared with the label.\nThe loss is the mean over the "
+            "members.",
+            "The weights are a V-MoE's and load as such. In\nevaluation the members' "
+            "probabilities are averaged.",
         ),
     )
     token.tokens(6.5, [GREY] * 4)
@@ -239,7 +284,8 @@ def ones(figure: Figure) -> None:
     token, step, checkpoint = panels(
         figure,
         (
-            "In the teacher a token goes to K of E experts,\nin the student all tokens go through one network.",
+            "In the teacher a token goes to K of E experts,\nin the student all tokens go through "
+            "one network.",
             "The student learns from the labels\nand from the teacher's outputs.",
             "The teacher's experts are gathered into one\nnetwork, from which the student begins.",
         ),

@@ -66,7 +66,9 @@ def models_page() -> Iterator[str]:
     """Yield the text of docs/generated/models.md, in pieces as they are made."""
     yield _MODELS
     architectures = ewa.architectures()
-    for family, of_family in groupby(architectures, lambda name: model_entrypoint(name).__module__.rpartition(".")[2]):
+    for family, of_family in groupby(
+        architectures, lambda name: model_entrypoint(name).__module__.rpartition(".")[2]
+    ):
         yield f"\n## {family}\n\n| model | networks | training | exported | tags |\n| --- | --- | --- | --- | --- |\n"
         for architecture in of_family:
             yield f"{row(architecture)}\n"
@@ -123,16 +125,28 @@ or how far if that is not known. The quantities:
 
 def papers_page(values: Sequence[float]) -> str:
     """Write the text of docs/generated/papers.md from the measured values of all :data:`FIGURES`."""
-    sections = [_PAPERS, _table(["model", "parameters", "activated", "exported", "GFLOPs", "pixels"], _sizes())]
+    sections = [
+        _PAPERS,
+        _table(["model", "parameters", "activated", "exported", "GFLOPs", "pixels"], _sizes()),
+    ]
     sections.append(_LEGEND)
     for paper, number in PAPERS.items():
         rows = [
-            [f.where, f"`{f.label}`", f.quantity, f.printed or "not legible", number_text(value), f.why(value)]
+            [
+                f.where,
+                f"`{f.label}`",
+                f.quantity,
+                f.printed or "not legible",
+                number_text(value),
+                f.why(value),
+            ]
             for f, value in zip(FIGURES, values, strict=True)
             if f.paper == paper
         ]
         sections.append(f"### {paper}, [arXiv {number}](https://arxiv.org/abs/{number})\n")
-        sections.append(_table(["where", "model", "quantity", "paper", "here", "why they differ"], rows))
+        sections.append(
+            _table(["where", "model", "quantity", "paper", "here", "why they differ"], rows)
+        )
     return "\n".join(sections)
 
 
@@ -160,5 +174,9 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        pieces = models_page() if name == "models" else [papers_page([figure.measure() for figure in FIGURES])]
+        pieces = (
+            models_page()
+            if name == "models"
+            else [papers_page([figure.measure() for figure in FIGURES])]
+        )
         (Path(__file__).parent / f"generated/{name}.md").write_text("".join(pieces))

@@ -14,12 +14,20 @@ from timm.utils import ParseKwargs
 from torch import nn
 
 from timm_moe.analysis.info import evaluation_cost, forward_cost
-from timm_moe.convert.blocks import activated_parameters, moe_layers, parameters, parameters_of_an_expert
+from timm_moe.convert.blocks import (
+    activated_parameters,
+    moe_layers,
+    parameters,
+    parameters_of_an_expert,
+)
 from timm_moe.models.publications import PUBLICATIONS
 from timm_moe.models.registered import weightless_model
 
 #: The papers whose figures are measured here, in the order of the page, with their arXiv numbers.
-PAPERS = {name: PUBLICATIONS[name].arxiv for name in ("EWA", "WideNet", "OneS", "ViMoE", "Soft MoE", "pBE")}
+PAPERS = {
+    name: PUBLICATIONS[name].arxiv
+    for name in ("EWA", "WideNet", "OneS", "ViMoE", "Soft MoE", "pBE")
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,8 @@ class Figure:
     model: str  #: registered name
     quantity: str  #: the size or cost that it is, with its unit
     printed: str | None  #: the number as printed; None if the copy at hand is not legible
-    options: dict[str, Any] = field(default_factory=dict)  #: arguments of ``timm.create_model`` for the paper's model
+    # : arguments of ``timm.create_model`` for the paper's model.
+    options: dict[str, Any] = field(default_factory=dict)
     reason: str = ""  #: explains another number of the model
     floor: bool = False  #: the paper cuts digits off instead of rounding
 
@@ -64,10 +73,12 @@ def router_parameters(model: nn.Module) -> int:
 def training_flops(model: nn.Module) -> float:
     """Count floating-point operations of a forward and a backward for one image; a multiply-add counts as two.
 
-    A backward costs twice a forward, without the gradient of the images. Every expert computes all rows of its
-    capacity, used or not, as in V-MoE's implementation. The model is on the meta device and ends frozen.
+    A backward costs twice a forward, without the gradient of the images. Every expert computes all
+    rows of its capacity, used or not, as in V-MoE's implementation. The model is on the meta device
+    and ends frozen.
     """
-    cost = forward_cost(model.train(), batch=64)  # large enough that the rounding of capacities does not matter
+    # Large enough that the rounding of capacities does not matter.
+    cost = forward_cost(model.train(), batch=64)
     return 2 * (3 * cost.macs - cost.convolution)
 
 
@@ -88,7 +99,9 @@ def _reached(model: nn.Module, experts: float) -> float:
     """Count parameters for an image whose tokens reach so many routed experts in all layers, on average."""
     layers = list(moe_layers(model).values())
     idle = sum(layer.num_experts for layer in layers) - experts
-    return (parameters(model) - router_parameters(model) - idle * parameters_of_an_expert(layers[0])) / 1e6
+    return (
+        parameters(model) - router_parameters(model) - idle * parameters_of_an_expert(layers[0])
+    ) / 1e6
 
 
 @cache
@@ -100,7 +113,9 @@ def _training_cost(name: str, **options: Any) -> float:
 _OF_MODULE: dict[str, Callable[[Any], float]] = {
     "parameters (M)": lambda model: parameters(model) / 1e6,
     "parameters (10^9)": lambda model: parameters(model) / 1e9,
-    "activated parameters (M)": lambda model: (activated_parameters(model) - router_parameters(model)) / 1e6,
+    "activated parameters (M)": lambda model: (
+        (activated_parameters(model) - router_parameters(model)) / 1e6
+    ),
     "parameters of the dense model (M)": lambda model: _dense_parameters(model) / 1e6,
     "parameters / the dense model's": lambda model: parameters(model) / _dense_parameters(model),
     "MACs (G)": _gmacs,
@@ -109,8 +124,12 @@ _OF_MODULE: dict[str, Callable[[Any], float]] = {
     "MACs (G) with ADE20K's classifier": lambda model: (
         _gmacs(model) + 150 * model.embed_dim * model.patch_embed.num_patches / 1e9
     ),
-    "ways through the experts": lambda model: math.prod(router.routing_degree() for router in _routers(model)),
-    "FFN cost / the dense model's": lambda model: _routers(model)[0].top_k * _routers(model)[0].capacity_factor,
+    "ways through the experts": lambda model: math.prod(
+        router.routing_degree() for router in _routers(model)
+    ),
+    "FFN cost / the dense model's": lambda model: (
+        _routers(model)[0].top_k * _routers(model)[0].capacity_factor
+    ),
 }
 
 
@@ -122,7 +141,9 @@ def _measured(quantity: str, name: str, options: dict[str, Any]) -> float:
         others = int(over[1]) * _training_cost(over[2], **options)
         return 100 * (_training_cost(name, **options) / others - 1)
     model = weightless_model(name, **options)
-    if reached := re.fullmatch(r"activated parameters \(M\), (.+) routed experts reached", quantity):
+    if reached := re.fullmatch(
+        r"activated parameters \(M\), (.+) routed experts reached", quantity
+    ):
         return _reached(model, float(reached[1]))
     return _OF_MODULE[quantity](model)
 

@@ -2,8 +2,8 @@
 
 accelerate launch examples/accelerate_loop.py [EPOCHS [MODEL]]
 
-MODEL is vit_tiny_ewa_moe by default; vmoe_s32 has routers. Each epoch is saved as a folder in run/, and the next call
-resumes from the last one. The export is written there too.
+MODEL is vit_tiny_ewa_moe by default; vmoe_s32 has routers. Each epoch is saved as a folder in run/,
+and the next call resumes from the last one. The export is written there too.
 """
 
 import sys
@@ -17,15 +17,31 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_moe.analysis.demo import load_images
-from timm_moe.callbacks import add_router_losses, expert_statistics, export_dense, export_moe, start_averaging
+from timm_moe.callbacks import (
+    add_router_losses,
+    expert_statistics,
+    export_dense,
+    export_moe,
+    start_averaging,
+)
 
-SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+SIZE = dict(
+    img_size=8,
+    patch_size=2,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=64,
+    depth=4,
+    num_heads=4,
+    mlp_ratio=2,
+)
 
 
 def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
     set_seed(0)  # the same weights and the same order of images in all processes
     accelerator = Accelerator(
-        gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+        gradient_accumulation_steps=2,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     train_set, (test_images, test_labels) = load_images()
     model = timm.create_model(name, drop_rate=0.1, **SIZE)
@@ -33,13 +49,18 @@ def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
     total_updates = epochs * -(-len(loader) // accelerator.gradient_accumulation_steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     # Accelerate steps the scheduler once for each process.
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_updates * accelerator.num_processes)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, total_updates * accelerator.num_processes
+    )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
     # Experts need the three lines that end in a comment.
-    averaging = start_averaging(model, optimizer, total_updates)  # before load_state, which restores its count
+    # Before load_state, which restores its count.
+    averaging = start_averaging(model, optimizer, total_updates)
     set_seed(1, device_specific=True)  # each process draws its own partitions
-    saved = sorted(Path("run").glob("epoch_*"), key=lambda folder: int(folder.name.removeprefix("epoch_")))
+    saved = sorted(
+        Path("run").glob("epoch_*"), key=lambda folder: int(folder.name.removeprefix("epoch_"))
+    )
     if saved:
         accelerator.load_state(str(saved[-1]))
     for epoch in range(len(saved), epochs):

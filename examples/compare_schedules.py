@@ -1,7 +1,7 @@
 """Compare share-rate schedules on scikit-learn's digits: python examples/compare_schedules.py [SEEDS]
 
-All runs of a seed get the same batches. The table has the test error of the exported model in percent, mean and
-standard deviation over the seeds.
+All runs of a seed get the same batches. The table has the test error of the exported model in
+percent, mean and standard deviation over the seeds.
 """
 
 import sys
@@ -31,7 +31,14 @@ def main(seeds: int = 5) -> None:
         torch.manual_seed(seed)
         runs = [Run("dense", timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), EPOCHS, steps)]
         for name, options in VARIANTS.items():
-            runs.append(Run(name, timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, **options), EPOCHS, steps))
+            runs.append(
+                Run(
+                    name,
+                    timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, **options),
+                    EPOCHS,
+                    steps,
+                )
+            )
         train(runs, train_set, test_set, seed)
         for run in runs:
             errors.setdefault(run.name, []).append(100 - run.accuracies[-1])

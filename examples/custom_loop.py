@@ -18,7 +18,9 @@ def main(data_dir: str, epochs: int = 5, batch_size: int = 128) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train_set = create_dataset("", root=data_dir, split="train", is_training=True)
     test_set = create_dataset("", root=data_dir, split="test")
-    model = timm.create_model("vit_xtiny_ewa_moe", num_classes=len(train_set.reader.class_to_idx)).to(device)
+    model = timm.create_model(
+        "vit_xtiny_ewa_moe", num_classes=len(train_set.reader.class_to_idx)
+    ).to(device)
     config = resolve_model_data_config(model)
     common = dict(batch_size=batch_size, num_workers=2, use_prefetcher=False, **config)
     train_loader = create_loader(train_set, is_training=True, scale=(0.5, 1.0), **common)
@@ -28,7 +30,9 @@ def main(data_dir: str, epochs: int = 5, batch_size: int = 128) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_updates)
     # EWA needs this line only: from here on an averaging follows each optimizer.step().
-    averaging = timm_moe.ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=total_updates)
+    averaging = timm_moe.ExpertWeightAveraging(
+        model, optimizer, share_rate=0.3, total_updates=total_updates
+    )
 
     for epoch in range(epochs):
         model.train()
@@ -39,10 +43,14 @@ def main(data_dir: str, epochs: int = 5, batch_size: int = 128) -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
-            progress.set_postfix({"loss": f"{loss.item():.3f}", "share rate": f"{averaging.share_rate:.3f}"})
+            progress.set_postfix(
+                {"loss": f"{loss.item():.3f}", "share rate": f"{averaging.share_rate:.3f}"}
+            )
         model.eval()  # evaluates the mean of the experts, as exported
         with torch.inference_mode():
-            correct = sum((model(x.to(device)).argmax(1).cpu() == y).sum().item() for x, y in test_loader)
+            correct = sum(
+                (model(x.to(device)).argmax(1).cpu() == y).sum().item() for x, y in test_loader
+            )
         print(f"top-1 {100 * correct / len(test_set):.2f} %")
 
     print(timm_moe.export_dense(model, "exported", overwrite=True))

@@ -24,13 +24,26 @@ from torch.distributed.fsdp import fully_shard
 import timm_moe
 from timm_moe.analysis.demo import load_images
 
-SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+SIZE = dict(
+    img_size=8,
+    patch_size=2,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=64,
+    depth=4,
+    num_heads=4,
+    mlp_ratio=2,
+)
 MODEL = dict(model_name="vit_tiny_moe", num_experts=8, top_k=2, **SIZE)
 BATCH_SIZE = 32  # of each process
 
 
 def main(epochs: int = 10) -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -40,40 +53,58 @@ def main(epochs: int = 10) -> None:
     torch.manual_seed(0)  # the same weights in all processes
     model = timm.create_model(**MODEL).to(device)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("ep",))["ep"]
-    timm_moe.parallelize_experts(model, mesh)  # each process keeps its experts, and all process each other's rows
-    fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))  # the rest
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)  # last: the parameters are new
+    # Each process keeps its experts, and all process each other's rows.
+    timm_moe.parallelize_experts(model, mesh)
+    # The rest.
+    fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))
+    # last: the parameters are new.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
 
     first = 0
-    for saved in sorted(Path("checkpoints").glob("*/.metadata"))[-1:]:  # the last file that is written to a checkpoint
+    # The last file that is written to a checkpoint.
+    for saved in sorted(Path("checkpoints").glob("*/.metadata"))[-1:]:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=saved.parent)  # saved by any number of processes
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         first = int(saved.parent.name)
         if rank == 0:
             print(f"resuming after epoch {first}", flush=True)
 
     for epoch in range(first, epochs):
         model.train()
-        shuffle = torch.Generator().manual_seed(epoch)  # the same in all processes; each takes its part
+        # The same in all processes; each takes its part.
+        shuffle = torch.Generator().manual_seed(epoch)
         steps = len(images) // (BATCH_SIZE * world_size)
-        for batch in torch.randperm(len(images), generator=shuffle)[rank::world_size].split(BATCH_SIZE)[:steps]:
-            loss = nn.functional.cross_entropy(model(images[batch].to(device)), labels[batch].to(device))
+        for batch in torch.randperm(len(images), generator=shuffle)[rank::world_size].split(
+            BATCH_SIZE
+        )[:steps]:
+            loss = nn.functional.cross_entropy(
+                model(images[batch].to(device)), labels[batch].to(device)
+            )
             optimizer.zero_grad()
             (loss + timm_moe.auxiliary_loss(model)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         model.eval()
         with torch.no_grad():  # all processes, as each holds some experts
-            accuracy = (model(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean().item()
+            accuracy = (
+                (model(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean().item()
+            )
         if rank == 0:
             print(f"epoch {epoch + 1}: top-1 {100 * accuracy:.1f} %", flush=True)
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"checkpoints/{epoch + 1:03}")
+        dcp.save(
+            {"model": weights, "optimizer": moments}, checkpoint_id=f"checkpoints/{epoch + 1:03}"
+        )
 
-    # All processes take part. The first one gets the whole weights and loads them into a model of its own.
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    # All processes take part. The first one gets the whole weights and loads them into a model of
+    # its own.
+    weights = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if rank == 0:
         whole = timm.create_model(**MODEL)
         whole.load_state_dict(weights)

@@ -17,23 +17,38 @@ from torch.distributed.fsdp import fully_shard
 import timm_moe
 from timm_moe.analysis.demo import load_images
 
-SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+SIZE = dict(
+    img_size=8,
+    patch_size=2,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=64,
+    depth=4,
+    num_heads=4,
+    mlp_ratio=2,
+)
 BATCH_SIZE = 32  # of each process
 
 
 def main(epochs: int = 10) -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     (images, labels), (test_images, test_labels) = load_images()
 
-    torch.manual_seed(0)  # the same weights in all processes; a large model stays on the CPU until it is sharded
+    # The same weights in all processes; a large model stays on the CPU until it is sharded.
+    torch.manual_seed(0)
     model = timm.create_model("vit_tiny_ewa_moe", **SIZE)
     sharding = dict(
         mesh=init_device_mesh(device.type, (world_size,)),
-        shard_placement_fn=timm_moe.expert_placement(model),  # each process averages its part of all experts
+        # Each process averages its part of all experts.
+        shard_placement_fn=timm_moe.expert_placement(model),
     )
     for block in model.blocks:
         fully_shard(block, **sharding)
@@ -47,20 +62,29 @@ def main(epochs: int = 10) -> None:
     torch.manual_seed(1 + rank)  # each process draws its own partitions
     for epoch in range(epochs):
         model.train()
-        for batch in torch.randperm(len(images), generator=shuffle)[rank::world_size].split(BATCH_SIZE)[:steps]:
-            loss = nn.functional.cross_entropy(model(images[batch].to(device)), labels[batch].to(device))
+        for batch in torch.randperm(len(images), generator=shuffle)[rank::world_size].split(
+            BATCH_SIZE
+        )[:steps]:
+            loss = nn.functional.cross_entropy(
+                model(images[batch].to(device)), labels[batch].to(device)
+            )
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         model.eval()
         with torch.no_grad():
-            accuracy = (model(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean().item()
+            accuracy = (
+                (model(test_images.to(device)).argmax(1).cpu() == test_labels).float().mean().item()
+            )
         if rank == 0:
             print(f"epoch {epoch + 1}: top-1 {100 * accuracy:.1f} %")
 
-    # All processes take part. The first one gets the whole weights and loads them into an unsharded model.
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    # All processes take part. The first one gets the whole weights and loads them into an unsharded
+    # model.
+    weights = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if rank == 0:
         whole = timm.create_model("vit_tiny_ewa_moe", **SIZE)
         whole.load_state_dict(weights)

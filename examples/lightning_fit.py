@@ -12,7 +12,16 @@ import timm_moe
 from timm_moe.analysis.demo import load_images
 from timm_moe.integrations.lightning import ExpertCallback
 
-SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+SIZE = dict(
+    img_size=8,
+    patch_size=2,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=64,
+    depth=4,
+    num_heads=4,
+    mlp_ratio=2,
+)
 
 
 class Classifier(lightning.LightningModule):

@@ -1,7 +1,8 @@
 """Route tokens by their norm with a router of your own, and run a script with it registered:
 
-python examples/own_router.py train.py --model vit_small_ewa_moe … --model-kwargs router=norm per_image=True
-python examples/own_router.py "$(which timm-moe)" routes last.pth.tar --data-dir DIR FOLDER
+python examples/own_router.py train.py --model vit_small_ewa_moe … --model-kwargs router=norm
+per_image=True python examples/own_router.py "$(which timm-moe)" routes last.pth.tar --data-dir DIR
+FOLDER
 """
 
 import runpy

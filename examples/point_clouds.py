@@ -2,9 +2,10 @@
 
 python examples/point_clouds.py --data mnist --data-dir DIR --output results.json
 
-One classifier is trained for each variant and seed, and a table is printed. A seed gives all variants the same batches
-and the same weights outside of the experts. Accuracies are of the last epoch on the test set, without selection.
-docs/ewa.md has the commands and says where the data come from.
+One classifier is trained for each variant and seed, and a table is printed. A seed gives all
+variants the same batches and the same weights outside of the experts. Accuracies are of the last
+epoch on the test set, without selection. docs/ewa.md has the commands and says where the data come
+from.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 import timm_moe
 from timm_moe.callbacks import add_router_losses, start_averaging
 
-#: Options of convert_to_moe. Naive is a Switch layer with the paper's capacity for point clouds (section 6).
+#: Options of convert_to_moe. Naive is a Switch layer with the paper's capacity for point clouds
+#: (section 6).
 NAIVE = dict(router="top_k", top_k=1, capacity_factor=1.2, aux_loss="balance", aux_loss_weight=0.01)
 VARIANTS = {
     "dense": {},
@@ -37,22 +39,42 @@ VARIANTS = {
     "early-ewa": {**NAIVE, "share_schedule": "early"},
 }
 AVERAGED = ("ewa", "early-ewa")
-#: Options of the model and its training. "paper" follows Point-BERT's PointTransformer.yaml: each step draws num_points
-#: of sampled_points far points, scales and moves them. Without num_points, groups are made once.
+#: Options of the model and its training. "paper" follows Point-BERT's PointTransformer.yaml: each
+#: step draws num_points of sampled_points far points, scales and moves them. Without num_points,
+#: groups are made once.
 SIZES = {
     "small": dict(
         model=dict(
-            num_groups=24, group_size=12, width=64, depth=4, num_heads=4, drop_path=0.0,
-            group_widths=(16, 32, 64, 64), head_dropout=0.2,
+            num_groups=24,
+            group_size=12,
+            width=64,
+            depth=4,
+            num_heads=4,
+            drop_path=0.0,
+            group_widths=(16, 32, 64, 64),
+            head_dropout=0.2,
         ),
-        epochs=10, warmup_epochs=1, batch_size=64, lr=2e-3, weight_decay=0.05, clip=10, num_points=None,
+        epochs=10,
+        warmup_epochs=1,
+        batch_size=64,
+        lr=2e-3,
+        weight_decay=0.05,
+        clip=10,
+        num_points=None,
         sampled_points=None,
     ),
     "paper": dict(
-        model=dict(), epochs=300, warmup_epochs=10, batch_size=32, lr=5e-4, weight_decay=0.05, clip=10,
-        num_points=1024, sampled_points=1200,
+        model=dict(),
+        epochs=300,
+        warmup_epochs=10,
+        batch_size=32,
+        lr=5e-4,
+        weight_decay=0.05,
+        clip=10,
+        num_points=1024,
+        sampled_points=1200,
     ),
-}  # fmt: skip
+}
 VOTES = 10
 
 
@@ -87,7 +109,9 @@ class Batches:
             parts = [group_points(part, *groups) for part in clouds.points.split(500)]
             self.groups = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
-    def inputs(self, rows: Tensor, generator: torch.Generator | None) -> Tensor | tuple[Tensor, ...]:
+    def inputs(
+        self, rows: Tensor, generator: torch.Generator | None
+    ) -> Tensor | tuple[Tensor, ...]:
         """Return these clouds; points are drawn again if a generator is given and the size has num_points."""
         if self.size["num_points"] is None:
             return tuple(tensor[rows].to(self.device) for tensor in self.groups)
@@ -96,9 +120,13 @@ class Batches:
             return gather_points(points, farthest_points(points, self.size["num_points"]))
         return sample(points, self.size, generator)
 
-    def shuffled(self, generator: torch.Generator) -> Iterator[tuple[Tensor | tuple[Tensor, ...], Tensor]]:
+    def shuffled(
+        self, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor | tuple[Tensor, ...], Tensor]]:
         """Yield inputs and labels of one epoch, without a last incomplete batch."""
-        for rows in torch.randperm(len(self.labels), generator=generator).split(self.size["batch_size"]):
+        for rows in torch.randperm(len(self.labels), generator=generator).split(
+            self.size["batch_size"]
+        ):
             if len(rows) == self.size["batch_size"]:
                 yield self.inputs(rows, generator), self.labels[rows].to(self.device)
 
@@ -108,7 +136,9 @@ class Batches:
         model.eval()
         generators = [torch.Generator().manual_seed(vote) for vote in range(votes)] or [None]
         parts = torch.arange(len(self.labels)).split(self.size["batch_size"])
-        drawn = [torch.cat([model(self.inputs(rows, g)).cpu() for rows in parts]) for g in generators]
+        drawn = [
+            torch.cat([model(self.inputs(rows, g)).cpu() for rows in parts]) for g in generators
+        ]
         return torch.stack(drawn).mean(0)
 
     def accuracy(self, logits: Tensor) -> float:
@@ -119,12 +149,17 @@ class Batches:
 # --- a run
 
 
-def make_model(variant: str, seed: int, num_classes: int, settings: dict, checkpoint: Path | None) -> PointTransformer:
+def make_model(
+    variant: str, seed: int, num_classes: int, settings: dict, checkpoint: Path | None
+) -> PointTransformer:
     """Create the classifier of a variant. All variants of a seed have the same weights outside of the experts."""
     torch.manual_seed(seed)
     model = PointTransformer(num_classes, **settings["training"]["model"])
     if checkpoint:
-        print(f"{checkpoint} has no weights for: {', '.join(load_point_bert(model, checkpoint)) or 'none is missing'}")
+        print(
+            f"{checkpoint} has no weights for: "
+            f"{', '.join(load_point_bert(model, checkpoint)) or 'none is missing'}"
+        )
     if variant == "dense":
         return model
     rate = settings["share_rate"] if variant in AVERAGED else None
@@ -136,11 +171,17 @@ def train(model: nn.Module, batches: Batches, epochs: int, seed: int, name: str)
     """Train a classifier, dense or with experts."""
     size, generator = batches.size, torch.Generator().manual_seed(seed)
     steps = len(batches.labels) // size["batch_size"]
-    optimizer = create_optimizer_v2(model, "adamw", lr=size["lr"], weight_decay=size["weight_decay"])
+    optimizer = create_optimizer_v2(
+        model, "adamw", lr=size["lr"], weight_decay=size["weight_decay"]
+    )
     schedule = CosineLRScheduler(
-        optimizer, epochs * steps, lr_min=1e-6, warmup_t=min(size["warmup_epochs"] * steps, epochs * steps - 1),
-        warmup_lr_init=1e-6, t_in_epochs=False,
-    )  # fmt: skip
+        optimizer,
+        epochs * steps,
+        lr_min=1e-6,
+        warmup_t=min(size["warmup_epochs"] * steps, epochs * steps - 1),
+        warmup_lr_init=1e-6,
+        t_in_epochs=False,
+    )
     if timm_moe.moe_layers(model):
         start_averaging(model, optimizer, epochs * steps)  # nothing for naive experts
     start = time.perf_counter()
@@ -156,16 +197,24 @@ def train(model: nn.Module, batches: Batches, epochs: int, seed: int, name: str)
             optimizer.step()
             schedule.step_update(step)
         loss, seconds = torch.stack(losses).mean().item(), time.perf_counter() - start
-        print(f"{name}, epoch {epoch + 1} of {epochs}: training loss {loss:.3f}, {seconds:.0f} s", flush=True)
+        print(
+            f"{name}, epoch {epoch + 1} of {epochs}: training loss {loss:.3f}, {seconds:.0f} s",
+            flush=True,
+        )
         if not math.isfinite(loss):
             raise ValueError(f"{name}: the training loss is {loss} after epoch {epoch + 1}.")
 
 
-def run(variant: str, seed: int, sets: dict[str, Batches], num_classes: int, args: argparse.Namespace) -> dict:
+def run(
+    variant: str, seed: int, sets: dict[str, Batches], num_classes: int, args: argparse.Namespace
+) -> dict:
     """Train and measure one model. For EWA, the dense classifier is measured."""
     settings = settings_of(args)
     model = make_model(variant, seed, num_classes, settings, args.checkpoint).to(args.device)
-    parameters, start = sum(parameter.numel() for parameter in model.parameters()), time.perf_counter()
+    parameters, start = (
+        sum(parameter.numel() for parameter in model.parameters()),
+        time.perf_counter(),
+    )
     torch.manual_seed(seed)  # for the draws of the training
     train(model, sets["train"], args.epochs, seed, f"{variant}, seed {seed}")
     result = {"variant": variant, "seed": seed, "settings": settings, "parameters": parameters}
@@ -178,7 +227,11 @@ def run(variant: str, seed: int, sets: dict[str, Batches], num_classes: int, arg
     result["accuracy"] = sets["test"].accuracy(logits)
     if args.vote:
         result["voted"] = sets["test"].accuracy(sets["test"].logits(model, VOTES))
-    result["versions"] = {"torch": torch.__version__, "timm": timm.__version__, "timm_moe": timm_moe.__version__}
+    result["versions"] = {
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "timm_moe": timm_moe.__version__,
+    }
     return result
 
 
@@ -189,9 +242,14 @@ def settings_of(args: argparse.Namespace) -> dict:
     """Settings that a result depends on; runs with equal settings are comparable."""
     training = {**SIZES[args.size], "epochs": args.epochs}
     settings = dict(
-        data=args.data, train_clouds=args.train_clouds, test_clouds=args.test_clouds, share_rate=args.share_rate,
-        checkpoint=args.checkpoint and str(args.checkpoint), vote=args.vote, training=training,
-    )  # fmt: skip
+        data=args.data,
+        train_clouds=args.train_clouds,
+        test_clouds=args.test_clouds,
+        share_rate=args.share_rate,
+        checkpoint=args.checkpoint and str(args.checkpoint),
+        vote=args.vote,
+        training=training,
+    )
     return json.loads(json.dumps(settings))  # as it is read back
 
 
@@ -203,7 +261,9 @@ def read_results(path: Path) -> list[dict]:
         runs = json.loads(path.read_text())
         [(run["variant"], run["seed"], run["settings"], run["accuracy"]) for run in runs]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no results file of this command ({error!r}): give another --output.") from error
+        raise ValueError(
+            f"{path} is no results file of this command ({error!r}): give another --output."
+        ) from error
     return runs
 
 
@@ -217,7 +277,9 @@ def write_results(path: Path, runs: list[dict]) -> None:
 
 def table(runs: list[dict], metric: str = "accuracy") -> str:
     """Format for each variant the mean over the seeds, its standard error and the paired difference from dense."""
-    by_variant = {name: {run["seed"]: run for run in runs if run["variant"] == name} for name in VARIANTS}
+    by_variant = {
+        name: {run["seed"]: run for run in runs if run["variant"] == name} for name in VARIANTS
+    }
     dense = by_variant["dense"]
     lines = [
         "| variant | top-1, % | of each seed | minus dense, paired | parameters |",
@@ -227,11 +289,15 @@ def table(runs: list[dict], metric: str = "accuracy") -> str:
         if not by_seed:
             continue
         values = [by_seed[seed][metric] for seed in sorted(by_seed)]
-        pairs = [by_seed[seed][metric] - dense[seed][metric] for seed in sorted(by_seed) if seed in dense]
+        pairs = [
+            by_seed[seed][metric] - dense[seed][metric] for seed in sorted(by_seed) if seed in dense
+        ]
         difference = "" if name == "dense" or not pairs else _mean_and_error(pairs, "+")
         parameters = max(run["parameters"] for run in by_seed.values())
         every = ", ".join(f"{value:.2f}" for value in values)
-        lines.append(f"| {name} | {_mean_and_error(values)} | {every} | {difference} | {parameters:,} |")
+        lines.append(
+            f"| {name} | {_mean_and_error(values)} | {every} | {difference} | {parameters:,} |"
+        )
     return "\n".join(lines)
 
 
@@ -246,7 +312,10 @@ def print_tables(runs: list[dict]) -> None:
     if runs and all("voted" in run for run in runs):
         print(f"\nWith {VOTES} votes:", "", table(runs, "voted"), sep="\n")
     if differences := [run["difference"] for run in runs if "difference" in run]:
-        print(f"\nLargest difference between the logits of EWA's experts and its dense classifier: {max(differences)}")
+        print(
+            "\nLargest difference between the logits of EWA's experts and its dense classifier: "
+            f"{max(differences)}"
+        )
 
 
 # --- the command
@@ -256,7 +325,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse and check the options of the command; options that do not fit each other end it with one sentence."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", choices=READERS, required=True)
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder of its files (docs/ewa.md)")
+    parser.add_argument(
+        "--data-dir", type=Path, required=True, help="folder of its files (docs/ewa.md)"
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -264,22 +335,33 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--share-rate", type=float, default=0.3)
     parser.add_argument("--train-clouds", type=int, metavar="N", help="only so many; default: all")
     parser.add_argument("--test-clouds", type=int, metavar="N", help="only so many; default: all")
-    parser.add_argument("--checkpoint", type=Path, help="of Point-BERT's code, to begin with (--size paper)")
-    parser.add_argument("--vote", action="store_true", help=f"measure the mean of {VOTES} draws of each cloud, too")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="of Point-BERT's code, to begin with (--size paper)"
+    )
+    parser.add_argument(
+        "--vote", action="store_true", help=f"measure the mean of {VOTES} draws of each cloud, too"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=Path("results.json"), help="runs in it are not run again")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results.json"), help="runs in it are not run again"
+    )
     args = parser.parse_args(arguments)
     args.epochs = SIZES[args.size]["epochs"] if args.epochs is None else args.epochs
     if args.epochs < 1:
         parser.error(f"--epochs must be at least 1, got {args.epochs}.")
     if not 0 <= args.share_rate <= 0.75:
-        parser.error(f"--share-rate must lie between 0 and 3 / 4 for four experts, got {args.share_rate}.")
+        parser.error(
+            f"--share-rate must lie between 0 and 3 / 4 for four experts, got {args.share_rate}."
+        )
     if args.vote and SIZES[args.size]["num_points"] is None:
         parser.error("--vote needs --size paper: the small size draws no points.")
     if args.checkpoint and not args.checkpoint.is_file():
         parser.error(f"--checkpoint {args.checkpoint} is no file.")
     if args.size == "paper" and args.data != "modelnet40":
-        parser.error(f"--size paper needs clouds of at least 1024 points, so --data modelnet40, not {args.data}.")
+        parser.error(
+            "--size paper needs clouds of at least 1024 points, so --data modelnet40, not "
+            f"{args.data}."
+        )
     return args
 
 
@@ -288,10 +370,16 @@ def read_sets(args: argparse.Namespace) -> tuple[dict[str, Batches], int]:
     sets = {}
     for split, limit in (("train", args.train_clouds), ("test", args.test_clouds)):
         clouds = READERS[args.data](args.data_dir, split, limit)
-        print(f"{args.data}, {split}: {len(clouds.labels)} clouds of {clouds.points.shape[1]} points", flush=True)
+        print(
+            f"{args.data}, {split}: {len(clouds.labels)} clouds of {clouds.points.shape[1]} points",
+            flush=True,
+        )
         sets[split] = Batches(clouds, SIZES[args.size], torch.device(args.device))
     if len(sets["train"].labels) < SIZES[args.size]["batch_size"]:
-        raise ValueError(f"{len(sets['train'].labels)} clouds do not fill a batch of {SIZES[args.size]['batch_size']}.")
+        raise ValueError(
+            f"{len(sets['train'].labels)} clouds do not fill a batch of "
+            f"{SIZES[args.size]['batch_size']}."
+        )
     return sets, len(clouds.classes)
 
 

@@ -9,7 +9,16 @@ from torch import nn
 import timm_moe
 from timm_moe.analysis.demo import load_images
 
-SIZE = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+SIZE = dict(
+    img_size=8,
+    patch_size=2,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=64,
+    depth=4,
+    num_heads=4,
+    mlp_ratio=2,
+)
 
 
 def main(epochs: int = 10) -> None:
@@ -21,7 +30,9 @@ def main(epochs: int = 10) -> None:
         model.train()
         for batch in torch.randperm(len(images)).split(64):
             # Routers need one addition: their losses of this forward.
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch]) + timm_moe.auxiliary_loss(model)
+            loss = nn.functional.cross_entropy(
+                model(images[batch]), labels[batch]
+            ) + timm_moe.auxiliary_loss(model)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -20,17 +20,31 @@ HERE = Path(__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; by default all")
-    parser.add_argument("--size", choices=("small", "paper"), default="small", help="for two cores, or the paper's")
-    parser.add_argument("--seeds", type=_at_least_one, metavar="N", help="instead of each study's own number")
     parser.add_argument(
-        "--only", nargs="+", metavar="TRAINING", help="names of trainings; by default all of each study"
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; by default all"
     )
     parser.add_argument(
-        "--jobs", type=_at_least_one, metavar="N", help="runs at a time, one thread each (default: cores, on a GPU 1)"
+        "--size", choices=("small", "paper"), default="small", help="for two cores, or the paper's"
+    )
+    parser.add_argument(
+        "--seeds", type=_at_least_one, metavar="N", help="instead of each study's own number"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TRAINING",
+        help="names of trainings; by default all of each study",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_at_least_one,
+        metavar="N",
+        help="runs at a time, one thread each (default: cores, on a GPU 1)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="images: train/<class>/ and test/<class>/")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="images: train/<class>/ and test/<class>/"
+    )
     parser.add_argument(
         "--scripts",
         type=Path,
@@ -39,7 +53,11 @@ def main() -> None:
         help="with timm's train.py and validate.py; by default $TIMM_SCRIPTS",
     )
     parser.add_argument(
-        "--output", type=Path, default=HERE / "runs", metavar="DIR", help="folder of the runs (default: studies/runs)"
+        "--output",
+        type=Path,
+        default=HERE / "runs",
+        metavar="DIR",
+        help="folder of the runs (default: studies/runs)",
     )
     parser.add_argument(
         "--missing",
@@ -52,14 +70,18 @@ def main() -> None:
         metavar="N",
         help="end after the epoch in which N minutes are over; the same command goes on from there",
     )
-    parser.add_argument("--report", action="store_true", help="run nothing, write the pages of earlier results")
+    parser.add_argument(
+        "--report", action="store_true", help="run nothing, write the pages of earlier results"
+    )
     args = parser.parse_args()
     args.until = time.time() + 60 * args.minutes if args.minutes else math.inf
     if args.report and (args.names or args.seeds):
         parser.error("--report writes the pages of all results: it takes no study and no --seeds")
     unknown = set(args.names) - set(STUDIES)
     if unknown:
-        parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
+        parser.error(
+            f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}"
+        )
     names = args.names or [name for name, study in STUDIES.items() if args.size in study.sizes]
     without = [name for name in names if args.size not in STUDIES[name].sizes]
     if without:
@@ -77,7 +99,9 @@ def main() -> None:
         sys.exit("\n".join(["Not done:", *failed]))
 
 
-def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+def _run_all(
+    studies: Sequence[Study], args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> list[str]:
     """Run what each study lacks. Mistakes that can be found before the first run are.
 
     Returns:
@@ -87,7 +111,10 @@ def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argpars
         parser.error("give the folder of the images by --data-dir")
     scripts = [Path(args.scripts or "", name) for name in ("train.py", "validate.py")]
     if args.scripts is None or not all(script.exists() for script in scripts):
-        parser.error("give the folder that holds timm's train.py and validate.py by --scripts or TIMM_SCRIPTS")
+        parser.error(
+            "give the folder that holds timm's train.py and validate.py by --scripts or "
+            "TIMM_SCRIPTS"
+        )
     runs: list[Run] = []
     for study in studies:
         try:
@@ -100,7 +127,10 @@ def _run_all(studies: Sequence[Study], args: argparse.Namespace, parser: argpars
 
 def _report_stale(lines: Sequence[str]) -> None:
     if lines:
-        print("\n".join(["Findings in studies/catalogue that disagree with the results:", *lines]), file=sys.stderr)
+        print(
+            "\n".join(["Findings in studies/catalogue that disagree with the results:", *lines]),
+            file=sys.stderr,
+        )
 
 
 def _at_least_one(text: str) -> int:
@@ -113,7 +143,9 @@ def _place(size: Size, args: argparse.Namespace) -> Place:
     """Prepare the folder of a setting, with its images."""
     root = args.output / size.setting
     root.mkdir(parents=True, exist_ok=True)
-    parts = {name: images.link(part, args.data_dir, root / name) for name, part in size.images.items()}
+    parts = {
+        name: images.link(part, args.data_dir, root / name) for name, part in size.images.items()
+    }
     return Place(Path(args.scripts).resolve(), root.resolve(), parts, args.device, args.until)
 
 
@@ -140,7 +172,8 @@ def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:
         return results.missing(path, runs)
     if others := results.from_elsewhere(path, runs):
         print(
-            f"{others} figures in {path} were measured elsewhere; runs here replace them, except with --missing.",
+            f"{others} figures in {path} were measured elsewhere; runs here replace them, except "
+            "with --missing.",
             file=sys.stderr,
         )
     return runs
@@ -160,7 +193,12 @@ def _selected(size: Size, names: Sequence[str] | None) -> list[Training]:
             f"there is no training {', '.join(sorted(unknown))}; there are "
             f"{', '.join(training.name for training in trainings)}"
         )
-    needed = {used.name for training in trainings if training.name in names for used in with_used(training)}
+    needed = {
+        used.name
+        for training in trainings
+        if training.name in names
+        for used in with_used(training)
+    }
     return [training for training in trainings if training.name in needed]
 
 

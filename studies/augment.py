@@ -1,7 +1,8 @@
 """Pillow's operations on whole batches of images, each image with its own arguments.
 
-Images are uint8 tensors (N, 3, H, W) on any device. As in Pillow, each operation ends in whole numbers, and positions
-and weights are float64: train.py allows TF32, which would round the weights of a float32 product to 10 bits.
+Images are uint8 tensors (N, 3, H, W) on any device. As in Pillow, each operation ends in whole
+numbers, and positions and weights are float64: train.py allows TF32, which would round the weights
+of a float32 product to 10 bits.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: Bits of Pillow's weights behind the point. They decide how a value halfway between whole numbers is rounded.
+#: Bits of Pillow's weights behind the point. They decide how a value halfway between whole numbers
+#: is rounded.
 BITS = 22
 
 
@@ -34,7 +36,8 @@ def resized_crops(images: Tensor, boxes: Tensor, is_bicubic: Tensor, is_flipped:
 def _enlarging(begin: Tensor, length: Tensor, size: int, is_bicubic: Tensor) -> Tensor:
     """Compute the weights (N, size, size) of all places along an axis for each place of the enlarged parts.
 
-    A part is all there is: the weights of places outside are zero, and the others are divided by their sum.
+    A part is all there is: the weights of places outside are zero, and the others are divided by
+    their sum.
     """
     axis = torch.arange(size, device=begin.device, dtype=begin.dtype)
     places, centers = axis - begin + 0.5, (axis.view(-1, 1) + 0.5) * length / size
@@ -63,8 +66,12 @@ def affine(images: Tensor, matrices: Tensor, is_bicubic: Tensor, fill: Tensor) -
     """
     height, width = images.shape[2:]
     grid = dict(device=images.device, dtype=torch.float64)
-    y, x = torch.meshgrid(torch.arange(height, **grid) + 0.5, torch.arange(width, **grid) + 0.5, indexing="ij")
-    x, y = (matrices.view(-1, 2, 3, 1, 1) * torch.stack([x, y, torch.ones_like(x)])).sum(2).unbind(1)
+    y, x = torch.meshgrid(
+        torch.arange(height, **grid) + 0.5, torch.arange(width, **grid) + 0.5, indexing="ij"
+    )
+    x, y = (
+        (matrices.view(-1, 2, 3, 1, 1) * torch.stack([x, y, torch.ones_like(x)])).sum(2).unbind(1)
+    )
     is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
     around = torch.arange(-1, 3, device=images.device).view(-1, 1, 1)
     left, above = (x - 0.5).floor(), (y - 0.5).floor()
@@ -96,7 +103,9 @@ def _rotation(degrees: Tensor, height: int, width: int) -> Tensor:
     """Rotate counterclockwise around the center, as ``Image.rotate``."""
     cos, sin = torch.cos(-torch.deg2rad(degrees)), torch.sin(-torch.deg2rad(degrees))
     x, y = width / 2, height / 2
-    return torch.stack([cos, sin, x - x * cos - y * sin, -sin, cos, y + x * sin - y * cos], 1).view(-1, 2, 3)
+    return torch.stack([cos, sin, x - x * cos - y * sin, -sin, cos, y + x * sin - y * cos], 1).view(
+        -1, 2, 3
+    )
 
 
 def _shear_x(factors: Tensor, height: int, width: int) -> Tensor:
@@ -104,19 +113,29 @@ def _shear_x(factors: Tensor, height: int, width: int) -> Tensor:
     return torch.stack([ones, factors, zeros, zeros, ones, zeros], 1).view(-1, 2, 3)
 
 
-#: Affine maps of timm's names, from an argument for each image, height and width to matrices (N, 2, 3).
-GEOMETRY: dict[str, Callable[[Tensor, int, int], Tensor]] = {"Rotate": _rotation, "ShearX": _shear_x}
+#: Affine maps of timm's names, from an argument for each image, height and width to matrices (N, 2,
+#: 3).
+GEOMETRY: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "Rotate": _rotation,
+    "ShearX": _shear_x,
+}
 
 
 def _auto_contrast(images: Tensor, _: Tensor) -> Tensor:
-    low, high = images.amin((2, 3), keepdim=True).double(), images.amax((2, 3), keepdim=True).double()
-    scale = torch.full_like(high, 255) / (high - low)  # 255 / tensor takes the reciprocal, which rounds twice
+    low, high = (
+        images.amin((2, 3), keepdim=True).double(),
+        images.amax((2, 3), keepdim=True).double(),
+    )
+    # 255 / tensor takes the reciprocal, which rounds twice.
+    scale = torch.full_like(high, 255) / (high - low)
     return torch.where(high > low, _truncated(images * scale - low * scale), images)
 
 
 def _equalize(images: Tensor, _: Tensor) -> Tensor:
     values = images.flatten(2).long()
-    counts = values.new_zeros(*images.shape[:2], 256).scatter_add_(2, values, torch.ones_like(values))
+    counts = values.new_zeros(*images.shape[:2], 256).scatter_add_(
+        2, values, torch.ones_like(values)
+    )
     of_highest = counts.gather(2, values.amax(2, keepdim=True))
     step = (values.shape[2] - of_highest) // 255
     table = (step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)

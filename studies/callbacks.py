@@ -43,7 +43,11 @@ def lr_divided(value: str) -> None:
 
 
 def _divide(optimizer: Optimizer, model: nn.Module, places: str, divisor: float) -> None:
-    slowed = {parameter: 1 / divisor for network in _networks(model, places) for parameter in network.parameters()}
+    slowed = {
+        parameter: 1 / divisor
+        for network in _networks(model, places)
+        for parameter in network.parameters()
+    }
     scale_learning_rates(optimizer, slowed)
 
 
@@ -87,7 +91,9 @@ def _freeze_all_but_fusion(model: nn.Module) -> None:
     """Train only the weights that fuse the experts, which were trained before (XFT)."""
     fusions = [module for module in model.modules() if isinstance(module, Fusion)]
     if not fusions:
-        raise ValueError("The model has no experts that learned weights fuse: give it router=fused.")
+        raise ValueError(
+            "The model has no experts that learned weights fuse: give it router=fused."
+        )
     model.requires_grad_(False)
     for fusion in fusions:
         fusion.requires_grad_(True)
@@ -101,7 +107,8 @@ def until(seconds: str) -> None:
 
         def step_and_look(epoch: int, metric: float | None = None) -> None:
             step(epoch, metric)
-            if metric is not None and time.time() > float(seconds):  # the epoch is saved; a start has no metric
+            # The epoch is saved; a start has no metric.
+            if metric is not None and time.time() > float(seconds):
                 raise KeyboardInterrupt
 
         scheduler.step = step_and_look
@@ -119,7 +126,9 @@ def hold_rate(fraction: str) -> None:
 
     def hold(scheduler: Any, updates: int) -> None:
         step = scheduler.step_update
-        scheduler.step_update = lambda num_updates, *args, **kwargs: step(min(num_updates, updates), *args, **kwargs)
+        scheduler.step_update = lambda num_updates, *args, **kwargs: step(
+            min(num_updates, updates), *args, **kwargs
+        )
 
     def attach(made: Any, arguments: dict[str, Any]) -> None:
         scheduler, epochs = made
@@ -144,7 +153,11 @@ def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
 
 def _change(change: Callable[[nn.Module], object]) -> None:
     """Change the model before its optimizer is created."""
-    _around(timm.optim, "create_optimizer_v2", before=lambda arguments: change(arguments["model_or_params"]))
+    _around(
+        timm.optim,
+        "create_optimizer_v2",
+        before=lambda arguments: change(arguments["model_or_params"]),
+    )
 
 
 def _around(
@@ -184,5 +197,8 @@ CALLBACKS: dict[str, Callable[[str], None]] = {
     "rate_by_depth": _with_model(candidates.rate_by_depth),
     "whole_images": _with_model(candidates.whole_images),
     "drop_path_by_expert": _with_model(candidates.drop_path_by_expert),
-    **{name: _with_model(functools.partial(candidates.follow, name)) for name in candidates.CANDIDATES},
+    **{
+        name: _with_model(functools.partial(candidates.follow, name))
+        for name in candidates.CANDIDATES
+    },
 }

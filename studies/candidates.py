@@ -93,7 +93,8 @@ register_router(
 def drop_path_by_expert(model: nn.Module) -> None:
     """Give each expert of a ViT another rate of drop path, from 0 to twice its block's; the mean rate is the block's.
 
-    The rows of an image that one expert computes are dropped together, independently of the other experts'.
+    The rows of an image that one expert computes are dropped together, independently of the other
+    experts'.
     """
     for block in model.blocks:  # type: ignore[union-attr]
         if isinstance(block.mlp, EwaMlp) and isinstance(block.drop_path2, nn.Module):

@@ -26,7 +26,10 @@ def curves_name(outcome: Outcome) -> str:
 
 def differences(outcome: Outcome) -> dict[str, Difference]:
     """Compare each arm with its baseline by the first figure, where they share a seed."""
-    found = {arm.name: outcome.to_baseline(arm.name, outcome.study.measure.figures[0]) for arm in outcome.size.arms}
+    found = {
+        arm.name: outcome.to_baseline(arm.name, outcome.study.measure.figures[0])
+        for arm in outcome.size.arms
+    }
     return {name: pair for name, pair in found.items() if pair is not None}
 
 
@@ -45,7 +48,10 @@ def curves(outcome: Outcome) -> dict[str, Curve]:
 
 
 def _means(entries: tuple[dict[str, float], ...]) -> dict[str, float]:
-    return {key: mean(entry[key] for entry in entries) for key in ("train_loss", "eval_loss", "eval_top1")}
+    return {
+        key: mean(entry[key] for entry in entries)
+        for key in ("train_loss", "eval_loss", "eval_top1")
+    }
 
 
 def draw(outcome: Outcome, folder: Path) -> None:
@@ -82,7 +88,10 @@ def _draw_differences(axes: Any, shown: dict[str, Difference], label: str) -> No
 
 def _draw_curves(left: Any, right: Any, lines: dict[str, Curve]) -> None:
     for number, (name, curve) in enumerate(lines.items()):
-        values = {key: [entry[key] for entry in curve.values()] for key in ("eval_top1", "train_loss", "eval_loss")}
+        values = {
+            key: [entry[key] for entry in curve.values()]
+            for key in ("eval_top1", "train_loss", "eval_loss")
+        }
         left.plot(list(curve), values["eval_top1"], color=f"C{number}", label=name)
         right.plot(list(curve), values["eval_loss"], color=f"C{number}")
         right.plot(list(curve), values["train_loss"], color=f"C{number}", linestyle="--")

@@ -16,7 +16,8 @@ def write(batch: Mapping[str, Any], classes: list[str], folder: Path) -> None:
     """Write ``<class>/<name>.png`` with the dataset's own names.
 
     Args:
-        batch: a file of the dataset, with ``"data"`` (N, 3072), ``"fine_labels"`` and ``"filenames"``.
+        batch: a file of the dataset, with ``"data"`` (N, 3072), ``"fine_labels"`` and
+            ``"filenames"``.
         classes: names of the classes.
         folder: folder for the folders of the classes.
     """
@@ -31,7 +32,9 @@ def write(batch: Mapping[str, Any], classes: list[str], folder: Path) -> None:
 def main() -> None:
     """Download CIFAR-100, check it and write the images."""
     parser = argparse.ArgumentParser(prog="python -m studies.cifar100", description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="becomes train/<class>/ and test/<class>/")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="becomes train/<class>/ and test/<class>/"
+    )
     folder = parser.parse_args().folder
     source = folder / "download"
     try:

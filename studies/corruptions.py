@@ -1,7 +1,7 @@
 """Evaluation on clean and on corrupted test images: ``python -m studies.corruptions MODEL FILE OPTIONS``.
 
-Four corruptions of two strengths each, similar to CIFAR-100-C (arXiv 1903.12261). They are applied as the images are
-read, each with its own seed, so every model sees the same images.
+Four corruptions of two strengths each, similar to CIFAR-100-C (arXiv 1903.12261). They are applied
+as the images are read, each with its own seed, so every model sees the same images.
 """
 
 import argparse
@@ -103,7 +103,8 @@ def measure(model: str, images: ImageDataset, inference: Inference) -> dict[str,
     """Evaluate a model on clean images and on each corruption of them.
 
     Returns:
-        Error, NLL and ECE for ``"clean"``, for each corruption by its name, and for ``"corrupted"``, their mean.
+        Error, NLL and ECE for ``"clean"``, for each corruption by its name, and for
+        ``"corrupted"``, their mean.
     """
     clean = images.reader
     measured = {"clean": evaluate([model], images, inference=inference)}
@@ -112,7 +113,9 @@ def measure(model: str, images: ImageDataset, inference: Inference) -> dict[str,
         measured[name] = evaluate([model], images, inference=inference)
     keys = ("error", "nll", "ece")
     figures = {name: {key: of_one[key] for key in keys} for name, of_one in measured.items()}
-    return figures | {"corrupted": {key: mean(figures[name][key] for name in CORRUPTIONS) for key in keys}}
+    return figures | {
+        "corrupted": {key: mean(figures[name][key] for name in CORRUPTIONS) for key in keys}
+    }
 
 
 def main() -> None:

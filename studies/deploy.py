@@ -112,7 +112,10 @@ class Soup:
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
         own = training.parent  # <setting>/<training>/<seed>
-        folders = [*(own.parents[1] / other.name / own.name / training.name for other in self.others), training]
+        folders = [
+            *(own.parents[1] / other.name / own.name / training.name for other in self.others),
+            training,
+        ]
         return _export_mean([str(folder / "last.pth.tar") for folder in folders], target)
 
     def result(self, training: Path, target: Path) -> Path:

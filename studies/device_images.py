@@ -1,11 +1,12 @@
 """Images that stay on the device, and are augmented there as timm's loaders augment them on the CPU.
 
-``python -m studies.script on_device train.py OPTIONS`` does to tensors what train.py tells timm's loaders to do to
-files: the same transforms, with the same distributions for each image. The order of the images, mixup and cutmix are
-timm's own code with its random numbers; crops, flips, colors and erasing have a generator of their own, which the seed
-begins. What is not known here is refused.
+``python -m studies.script on_device train.py OPTIONS`` does to tensors what train.py tells timm's
+loaders to do to files: the same transforms, with the same distributions for each image. The order
+of the images, mixup and cutmix are timm's own code with its random numbers; crops, flips, colors
+and erasing have a generator of their own, which the seed begins. What is not known here is refused.
 
-Many batches are augmented at once, so that a batch costs the host a slice, and mixup where it is mixed.
+Many batches are augmented at once, so that a batch costs the host a slice, and mixup where it is
+mixed.
 """
 
 import math
@@ -36,7 +37,13 @@ CHUNK = 64
 ATTEMPTS = 10
 #: Transforms that have no random numbers.
 FIXED = {Resize, CenterCrop, MaybePILToTensor}
-RANDOM = {RandomResizedCropAndInterpolation, RandomHorizontalFlip, AutoAugment, ColorJitter, MaybePILToTensor}
+RANDOM = {
+    RandomResizedCropAndInterpolation,
+    RandomHorizontalFlip,
+    AutoAugment,
+    ColorJitter,
+    MaybePILToTensor,
+}
 
 
 class DeviceLoader(PrefetchLoader):
@@ -55,7 +62,9 @@ class DeviceLoader(PrefetchLoader):
         self.generator = Generator().manual_seed(random.getrandbits(63))
         self.noise = Generator(self.device).manual_seed(random.getrandbits(63))
         dataset, mixup = loader.dataset, loader.collate_fn
-        if mixup is not fast_collate and not (isinstance(mixup, FastCollateMixup) and mixup.mode == "batch"):
+        if mixup is not fast_collate and not (
+            isinstance(mixup, FastCollateMixup) and mixup.mode == "batch"
+        ):
             raise ValueError(f"Batches cannot be collated on the device by {mixup}.")
         if self.random_erasing is not None:
             _check_erasing(self.random_erasing)
@@ -159,7 +168,9 @@ class Augmentation:
         auto: AutoAugment | None = by_type.get(AutoAugment)
         self.policy = [] if auto is None else auto.policy
         self.jitter: ColorJitter | None = by_type.get(ColorJitter)
-        for operation in {operation.name: operation for policy in self.policy for operation in policy}.values():
+        for operation in {
+            operation.name: operation for policy in self.policy for operation in policy
+        }.values():
             _check_operation(operation)
         if self.jitter is not None and self.jitter.hue is not None:
             raise ValueError("Hues are not changed on the device.")
@@ -173,10 +184,16 @@ class Augmentation:
         """Draw for a number of images of a size."""
         height, width = size
         if tuple(self.crop.size) != (height, width):
-            raise ValueError(f"Images of {height} x {width} pixels keep their size here: not {self.crop.size}.")
+            raise ValueError(
+                f"Images of {height} x {width} pixels keep their size here: not {self.crop.size}."
+            )
         if not self.crop.ratio[0] <= width / height <= self.crop.ratio[1]:
-            raise ValueError(f"The ratios of crops must include the images' own: {self.crop.ratio}.")
-        boxes = _boxes(number, size, size, self.crop.scale, _logarithms(self.crop.ratio), self.generator)
+            raise ValueError(
+                f"The ratios of crops must include the images' own: {self.crop.ratio}."
+            )
+        boxes = _boxes(
+            number, size, size, self.crop.scale, _logarithms(self.crop.ratio), self.generator
+        )
         whole = torch.tensor([0, 0, height, width])
         return Draw(
             boxes=torch.where(boxes[:, 2:3] > 0, boxes, whole),
@@ -188,7 +205,9 @@ class Augmentation:
     def apply(self, images: Tensor, draw: Draw) -> Tensor:
         """Augment images as drawn."""
         device = images.device
-        images = resized_crops(images, draw.boxes.to(device), draw.is_bicubic.to(device), draw.is_flipped.to(device))
+        images = resized_crops(
+            images, draw.boxes.to(device), draw.is_bicubic.to(device), draw.is_flipped.to(device)
+        )
         fill = torch.tensor(self.fill, dtype=torch.uint8).to(device)
         for change in draw.changes:
             chosen, values = change.chosen.to(device), change.values.to(device)
@@ -212,20 +231,30 @@ class Augmentation:
                 has_name = torch.tensor([op.name == name for op in operations])[which]
                 signs = sign if name in GEOMETRY else torch.ones_like(sign)
                 values = arguments[which] * signs
-                yield self._change(name, is_applied & has_name, values, operations[0].kwargs["resample"])
+                yield self._change(
+                    name, is_applied & has_name, values, operations[0].kwargs["resample"]
+                )
 
     def _draw_jitter(self, number: int) -> Iterator[Change]:
         """Draw brightness, contrast and saturation for each image, and their order."""
         if self.jitter is None:
             return
         jitter = self.jitter
-        ranges = {"Brightness": jitter.brightness, "Contrast": jitter.contrast, "Color": jitter.saturation}
+        ranges = {
+            "Brightness": jitter.brightness,
+            "Contrast": jitter.contrast,
+            "Color": jitter.saturation,
+        }
         order = torch.rand(number, len(ranges), generator=self.generator).argsort(1)
-        values = {name: self._uniform(number, *(limits or (1, 1))) for name, limits in ranges.items()}
+        values = {
+            name: self._uniform(number, *(limits or (1, 1))) for name, limits in ranges.items()
+        }
         for place in range(len(ranges)):
             for kind, (name, limits) in enumerate(ranges.items()):
                 if limits is not None:
-                    yield self._change(name, order[:, place] == kind, values[name], Image.Resampling.BILINEAR)
+                    yield self._change(
+                        name, order[:, place] == kind, values[name], Image.Resampling.BILINEAR
+                    )
 
     def _change(self, name: str, is_chosen: Tensor, values: Tensor, interpolation: Any) -> Change:
         chosen = is_chosen.nonzero().squeeze(1)
@@ -241,7 +270,9 @@ class Augmentation:
         return torch.tensor([name == "bicubic" for name in names])[which]
 
     def _uniform(self, number: int, low: float = 0, high: float = 1) -> Tensor:
-        return low + (high - low) * torch.rand(number, generator=self.generator, dtype=torch.float64)
+        return low + (high - low) * torch.rand(
+            number, generator=self.generator, dtype=torch.float64
+        )
 
 
 def _argument(operation: AugmentOp) -> float:
@@ -253,12 +284,20 @@ def _argument(operation: AugmentOp) -> float:
 
 
 def _check_operation(operation: AugmentOp) -> None:
-    if operation.name not in {*COLORS, *GEOMETRY} or operation.magnitude_std or operation.magnitude_max:
+    if (
+        operation.name not in {*COLORS, *GEOMETRY}
+        or operation.magnitude_std
+        or operation.magnitude_max
+    ):
         raise ValueError(f"Images cannot be augmented on the device by {operation}.")
 
 
 def _check_erasing(erasing: RandomErasing) -> None:
-    if not erasing.per_pixel or (erasing.min_count, erasing.max_count, erasing.num_splits) != (1, 1, 0):
+    if not erasing.per_pixel or (erasing.min_count, erasing.max_count, erasing.num_splits) != (
+        1,
+        1,
+        0,
+    ):
         raise ValueError(f"Images cannot be erased on the device by {erasing}.")
 
 
@@ -299,10 +338,13 @@ def _boxes(
     return torch.cat([corners, sides], 1).long()
 
 
-def draw_erasing(number: int, size: tuple[int, int], erasing: RandomErasing, generator: Generator) -> Tensor:
+def draw_erasing(
+    number: int, size: tuple[int, int], erasing: RandomErasing, generator: Generator
+) -> Tensor:
     """Draw the boxes (N, 4) that are erased; of height and width 0 where nothing is."""
     scale, (low, high) = (erasing.min_area, erasing.max_area), erasing.log_aspect_ratio
-    boxes = _boxes(number, size, (size[0] - 1, size[1] - 1), scale, (-high, -low), generator)  # height over width
+    # Height over width.
+    boxes = _boxes(number, size, (size[0] - 1, size[1] - 1), scale, (-high, -low), generator)
     is_erased = torch.rand(number, 1, generator=generator) <= erasing.probability
     return boxes * is_erased
 

@@ -1,6 +1,7 @@
 """Metrics of a model or an ensemble: ``python -m studies.evaluation MODEL ... --json FILE OPTIONS``.
 
-They are those of ``timm-moe evaluate``. Models of :mod:`studies.rivals` are known, and MC dropout makes members.
+They are those of ``timm-moe evaluate``. Models of :mod:`studies.rivals` are known, and MC dropout
+makes members.
 """
 
 import argparse
@@ -26,14 +27,18 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 def read_data_options(args: argparse.Namespace) -> tuple[ImageDataset, Inference]:
     """Return the images, and how models run on them."""
-    return image_folder(args.data_dir, args.split), Inference(workers=args.workers, device=args.device)
+    return image_folder(args.data_dir, args.split), Inference(
+        workers=args.workers, device=args.device
+    )
 
 
 def main() -> None:
     """Evaluate the models and write a JSON file."""
     parser = argparse.ArgumentParser(prog="python -m studies.evaluation", description=__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="checkpoint or exported folder")
-    parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="written, even if it is there")
+    parser.add_argument(
+        "--json", required=True, type=Path, metavar="FILE", help="written, even if it is there"
+    )
     samples = "leave the dropout of the experts on, and take M samples as members of an ensemble (pBE, table 9)"
     parser.add_argument("--mc-dropout", type=int, metavar="M", help=samples)
     add_data_options(parser)
@@ -42,7 +47,9 @@ def main() -> None:
     models = args.models
     if args.mc_dropout is not None:
         models = [with_samples(load_source(model), args.mc_dropout) for model in models]
-    args.json.write_text(json.dumps({"metrics": evaluate(models, images, inference=inference)}, indent=1))
+    args.json.write_text(
+        json.dumps({"metrics": evaluate(models, images, inference=inference)}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -33,26 +33,33 @@ def link(images: Images, source: Path, target: Path) -> Part:
         target: folder for the links.
 
     Raises:
-        FileNotFoundError: if there are no images, or the folder has another number of classes than the study's.
+        FileNotFoundError: if there are no images, or the folder has another number of classes than
+            the study's.
         FileExistsError: if ``target`` holds other images.
     """
     if not source.is_dir():
         raise FileNotFoundError(f"There is no folder {source}.")
     found = _classes(source / "train")
     if len(found) != images.of:
-        raise FileNotFoundError(f"The study is about {images.of} classes of images; {source}/train has {len(found)}.")
+        raise FileNotFoundError(
+            f"The study is about {images.of} classes of images; {source}/train has {len(found)}."
+        )
     classes = found[slice(*images.classes)]
     wanted = {path: file for name in classes for path, file in _of_class(name, images, source)}
     if not target.exists():
         _make(wanted, target)
     if {path.relative_to(target): path.resolve() for path in target.glob("*/*/*")} != wanted:
-        raise FileExistsError(f"{target} holds other images than the study's of {source}: move it away.")
+        raise FileExistsError(
+            f"{target} holds other images than the study's of {source}: move it away."
+        )
     names = "\n".join(sorted(map(str, wanted)))
     return Part(len(classes), hashlib.sha256(names.encode()).hexdigest()[:16])
 
 
 def _classes(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    return (
+        sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    )
 
 
 def _of_class(name: str, images: Images, source: Path) -> Iterator[tuple[Path, Path]]:
@@ -66,7 +73,11 @@ def _of_class(name: str, images: Images, source: Path) -> Iterator[tuple[Path, P
 
 
 def _files(folder: Path) -> list[Path]:
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES) if folder.is_dir() else []
+    files = (
+        sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+        if folder.is_dir()
+        else []
+    )
     if not files:
         raise FileNotFoundError(f"No images are in {folder}.")
     return files

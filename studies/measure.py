@@ -69,7 +69,14 @@ class Validation(Measure):
     def command(self, models: list[Path], data: list[str], scripts: Path, file: Path) -> list[str]:
         (model,) = models
         options = ["--model", f"local-dir:{model}", "--pretrained", "--results-file", str(file)]
-        return [sys.executable, str(scripts / "validate.py"), *options, "--results-format", "json", *data]
+        return [
+            sys.executable,
+            str(scripts / "validate.py"),
+            *options,
+            "--results-format",
+            "json",
+            *data,
+        ]
 
     def read(self, file: Path) -> dict[str, float]:
         return {"top1": json.loads(file.read_text())["top1"]}
@@ -97,7 +104,9 @@ class Evaluation(Measure):
 
     def read(self, file: Path) -> dict[str, float]:
         metrics = json.loads(file.read_text())["metrics"]
-        known = {figure.key: metrics[figure.key] for figure in self.figures if figure.key in metrics}
+        known = {
+            figure.key: metrics[figure.key] for figure in self.figures if figure.key in metrics
+        }
         return {"top1": 100 * (1 - metrics["error"]), **known}
 
 
@@ -123,5 +132,9 @@ class Corruptions(Measure):
         figures["corrupted_top1"] = 100 * (1 - measured["corrupted"]["error"])
         for key in ("nll", "ece"):
             figures |= {key: measured["clean"][key], f"corrupted_{key}": measured["corrupted"][key]}
-        corrupted = {name: of_one for name, of_one in measured.items() if name not in ("clean", "corrupted")}
-        return figures | {f"top1, {name}": 100 * (1 - of_one["error"]) for name, of_one in corrupted.items()}
+        corrupted = {
+            name: of_one for name, of_one in measured.items() if name not in ("clean", "corrupted")
+        }
+        return figures | {
+            f"top1, {name}": 100 * (1 - of_one["error"]) for name, of_one in corrupted.items()
+        }

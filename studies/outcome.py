@@ -51,7 +51,9 @@ class Outcome:
     def values(self, arm: str, figure: Figure) -> dict[str, float]:
         """Get one figure of an arm, by seed."""
         figures = self.results["arms"].get(arm, {}).get("figures", {})
-        return {seed: of_seed[figure.key] for seed, of_seed in figures.items() if figure.key in of_seed}
+        return {
+            seed: of_seed[figure.key] for seed, of_seed in figures.items() if figure.key in of_seed
+        }
 
     def difference(self, first: str, second: str, figure: Figure) -> Difference | None:
         """Compare two arms; None if they share no seed."""
@@ -108,7 +110,8 @@ class Outcome:
     def cost_of(self, arm: Arm) -> Costs:
         """Add up all trainings that an arm needs.
 
-        Seeds are left out if a training is missing, was resumed, or ran on another device than the others.
+        Seeds are left out if a training is missing, was resumed, or ran on another device than the
+        others.
         """
         of_trainings = [self.results["cost"].get(training.name, {}) for training in arm.trainings()]
         known: Costs = {}
@@ -127,7 +130,11 @@ class Outcome:
 def ratio(own: Costs, base: Costs, key: str) -> str:
     """Divide the means over the seeds that ran on the same device; empty if there is no such seed."""
     seeds = [seed for seed in own if seed in base and own[seed]["device"] == base[seed]["device"]]
-    return f"{mean(own[seed][key] for seed in seeds) / mean(base[seed][key] for seed in seeds):.2f}" if seeds else ""
+    return (
+        f"{mean(own[seed][key] for seed in seeds) / mean(base[seed][key] for seed in seeds):.2f}"
+        if seeds
+        else ""
+    )
 
 
 def costs_of_studies(outcomes: list[Outcome]) -> list[dict[str, Any]]:

@@ -67,7 +67,11 @@ def pages(folder: Path) -> dict[str, str]:
     full = (TEMPLATES / "details.md").read_text()
     for place, text in places.items():
         full = full.replace(place, text)
-    short = (TEMPLATES / "results.md").read_text().replace("{studies}", "\n\n".join(map(section, known)) or NOTHING)
+    short = (
+        (TEMPLATES / "results.md")
+        .read_text()
+        .replace("{studies}", "\n\n".join(map(section, known)) or NOTHING)
+    )
     return {"results.md": short, "generated/studies.md": full.replace("{studies}", details)}
 
 
@@ -75,7 +79,11 @@ def section(outcome: Outcome) -> str:
     """Write the section of docs/results.md: a table, the findings and the charts, once there is something to find."""
     study = outcome.study
     anchor = re.sub(r"[^a-z0-9 -]", "", study.title.lower()).replace(" ", "-")
-    head = [f"## {study.title}", "", f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))"]
+    head = [
+        f"## {study.title}",
+        "",
+        f"{study.question} ({study.source}; [in full](generated/studies.md#{anchor}))",
+    ]
     if study.stated:
         head += ["", f"Stated before the runs: {study.stated}"]
     lacking = _incomplete(outcome)
@@ -90,7 +98,11 @@ def section(outcome: Outcome) -> str:
             *lacking,
             "",
             *_table(_rows(outcome, figures, _shown(outcome))),
-            *(["", *(f"- {finding.text}" for finding in outcome.size.findings)] if outcome.size.findings else []),
+            *(
+                ["", *(f"- {finding.text}" for finding in outcome.size.findings)]
+                if outcome.size.findings
+                else []
+            ),
             *(["", *images] if images else []),
         ]
     )
@@ -117,10 +129,13 @@ def detailed(outcome: Outcome) -> str:
             *(["", f"Stated before the runs: {study.stated}"] if study.stated else []),
             *_incomplete(outcome),
             "",
-            *_table(_rows(outcome, study.measure.figures, [arm.name for arm in arms], is_full=True)),
+            *_table(
+                _rows(outcome, study.measure.figures, [arm.name for arm in arms], is_full=True)
+            ),
             "",
             *(["Further comparisons:", "", *_table(pairs), ""] if pairs else []),
-            f"Options of every training: `{options}`. A later option below overrides an earlier one.",
+            f"Options of every training: `{options}`. A later option below overrides an earlier "
+            "one.",
             "",
             *_table(recipes),
             "",
@@ -133,7 +148,9 @@ def _shown(outcome: Outcome) -> list[str]:
     """Name the arms that the findings are about, and their baselines; all arms if there are no findings yet."""
     compared = {name for pair in outcome.size.compared() for name in pair}
     compared |= {outcome.size.baseline_of(name) for name in compared}
-    return [arm.name for arm in outcome.size.arms if arm.name in compared or not outcome.size.findings]
+    return [
+        arm.name for arm in outcome.size.arms if arm.name in compared or not outcome.size.findings
+    ]
 
 
 def _incomplete(outcome: Outcome) -> list[str]:
@@ -148,12 +165,21 @@ def _incomplete(outcome: Outcome) -> list[str]:
 
 def _table(rows: list[Row]) -> list[str]:
     """Write rows as a table, without the columns that are empty in all of them."""
-    heads = [head for head in dict.fromkeys(head for row in rows for head in row) if any(row.get(head) for row in rows)]
-    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *([row.get(head, "") for head in heads] for row in rows))]
+    heads = [
+        head
+        for head in dict.fromkeys(head for row in rows for head in row)
+        if any(row.get(head) for row in rows)
+    ]
+    lines = [
+        f"| {' | '.join(cells)} |"
+        for cells in (heads, *([row.get(head, "") for head in heads] for row in rows))
+    ]
     return [lines[0], "|---" * len(heads) + "|", *lines[1:]]
 
 
-def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_full: bool = False) -> list[Row]:
+def _rows(
+    outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_full: bool = False
+) -> list[Row]:
     """Make a row for each of the arms that has results, and for each interaction of two of them.
 
     Args:
@@ -190,14 +216,24 @@ def _rows(outcome: Outcome, figures: Sequence[Figure], names: Sequence[str], is_
         found = {figure: outcome.interaction(first, second, figure) for figure in figures}
         cells = {heads[figure]: _interval(pair, figure) for figure, pair in found.items() if pair}
         if cells and (is_full or not compared or (first, second) in compared):
-            rows.append({"": f"*{second}* to *{first}*", "compared with": "change of the difference", **cells})
+            rows.append(
+                {
+                    "": f"*{second}* to *{first}*",
+                    "compared with": "change of the difference",
+                    **cells,
+                }
+            )
     return rows
 
 
 def _pair(outcome: Outcome, first: str, second: str) -> Row:
     figures = [figure for figure in outcome.study.measure.figures if figure.sign]
     cells = {figure.title: _judged(outcome, (first, second), figure) for figure in figures}
-    return {"": first, "compared with": second, **{title: cell for title, cell in cells.items() if cell}}
+    return {
+        "": first,
+        "compared with": second,
+        **{title: cell for title, cell in cells.items() if cell},
+    }
 
 
 def _mean(outcome: Outcome, arm: Arm, figure: Figure, with_error: bool) -> str:
@@ -223,7 +259,9 @@ def _judged(outcome: Outcome, pair: tuple[str, str], figure: Figure) -> str:
 
 
 def _interval(found: Difference, figure: Figure) -> str:
-    low, middle, high = (f"{value:+.{figure.decimals}f}" for value in (found.low, found.mean, found.high))
+    low, middle, high = (
+        f"{value:+.{figure.decimals}f}" for value in (found.low, found.mean, found.high)
+    )
     return f"{middle} ({low} to {high})" if found.seeds > 1 else middle
 
 
@@ -247,7 +285,9 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
         yield f"Half the width of an interval of {figure.title}, in the median: {median(halves):.{figure.decimals}f}."
     costs = costs_of_studies([outcome])
     for versions in sorted({tuple(cost["versions"].items()) for cost in costs}):
-        yield "; ".join(name if key == "device" else f"{key} {name}" for key, name in versions) + "."
+        yield (
+            "; ".join(name if key == "device" else f"{key} {name}" for key, name in versions) + "."
+        )
     resumed = sum(not cost["whole"] for cost in costs)
     uncounted = ", not counting what came before the break" if resumed else ""
     yield f"{len(costs)} trainings, {resumed} of them resumed after a break; {hours(costs):.1f} hours{uncounted}."

@@ -45,7 +45,9 @@ def write(path: Path, runs: Sequence[Run], keep: bool = False) -> None:
 def missing(path: Path, runs: Sequence[Run]) -> list[Run]:
     """Select the runs whose figures the file lacks, and the runs that these need."""
     known = read(path)["arms"]
-    lacking = [(arm, run.seed) for run in runs for arm in run.arms() if not _has(known, arm, run.seed)]
+    lacking = [
+        (arm, run.seed) for run in runs for arm in run.arms() if not _has(known, arm, run.seed)
+    ]
     needed = {(training.name, seed) for arm, seed in lacking for training in arm.trainings()}
     return [run for run in runs if (run.training.name, run.seed) in needed]
 
@@ -63,11 +65,15 @@ def _has(known: dict[str, Any], arm: Arm, seed: int) -> bool:
 
 def _add(run: Run, results: dict[str, Any], path: Path, keep: bool) -> None:
     known, seed = run.results(), str(run.seed)
-    if known["cost"] is not None and not (keep and seed in results["cost"].get(run.training.name, {})):
+    if known["cost"] is not None and not (
+        keep and seed in results["cost"].get(run.training.name, {})
+    ):
         results["cost"].setdefault(run.training.name, {})[seed] = known["cost"]
     for arm in run.arms():
         kept = results["arms"].setdefault(arm.name, {"stated": run.statement(arm), "figures": {}})
         if kept["stated"] != run.statement(arm):
-            raise FileExistsError(f"{path} has results of {arm.name} that were made otherwise: move it away.")
+            raise FileExistsError(
+                f"{path} has results of {arm.name} that were made otherwise: move it away."
+            )
         if arm.name in known["arms"] and not (keep and seed in kept["figures"]):
             kept["figures"][seed] = known["arms"][arm.name]

@@ -21,7 +21,9 @@ def routed_share(arm: Arm, size: Size) -> float | None:
     Returns:
         The share; None if the deployed model has no routed layers.
     """
-    keeps_experts = isinstance(arm.deployment, Checkpoint) or "--moe" in getattr(arm.deployment, "options", ())
+    keeps_experts = isinstance(arm.deployment, Checkpoint) or "--moe" in getattr(
+        arm.deployment, "options", ()
+    )
     if not keeps_experts:
         return None
     return _routed_share(size.models[arm.training.model], (*size.kwargs, *arm.training.kwargs))
@@ -40,6 +42,8 @@ def _routed_share(name: str, kwargs: tuple[str, ...]) -> float | None:
         model(torch.empty(2, *model_input_size(model), device="meta"))
     counts = counter.get_flop_counts()
     # Blocks may share a layer, which then has the name of one of them.
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if module in layers]
+    names = [
+        name for name, module in model.named_modules(remove_duplicate=False) if module in layers
+    ]
     routed = sum(sum(counts.get(f"{type(model).__name__}.{name}", {}).values()) for name in names)
     return routed / sum(counts["Global"].values())

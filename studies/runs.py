@@ -9,7 +9,8 @@ A run is a training for one seed with all arms that come from it. Its folder rec
         trained.json     cost, once train.py has ended
         <arm>/           the deployed model
         <arm>.json       its figures
-        log.txt          output of all commands; locked while one of them works, also if what started it was killed
+        log.txt output of all commands; locked while one of them works, also if what started it was
+        killed
 """
 
 import csv
@@ -52,7 +53,8 @@ class Place:
         root: folder of the runs of the setting, with a folder of images for each key.
         images: identity of the images, by their keys.
         device: ``"cpu"`` or ``"cuda"``.
-        until: seconds since 1970 after which no step begins; a training ends with its epoch, to be resumed.
+        until: seconds since 1970 after which no step begins; a training ends with its epoch, to be
+            resumed.
     """
 
     scripts: Path
@@ -98,7 +100,10 @@ class Run:
             "options": [*self.size.options, *self.training.options],
             "images": asdict(self.place.images[self.training.images]),
             "device": self.place.device,
-            "uses": {use.name: [str(use.deployment), self._of(use.training).stated()] for use in self.training.uses},
+            "uses": {
+                use.name: [str(use.deployment), self._of(use.training).stated()]
+                for use in self.training.uses
+            },
             "callback": self.training.callback,
             "draw": self.training.draw,
         }
@@ -153,14 +158,18 @@ class Run:
         """Do the missing steps, as far as there is time.
 
         Raises:
-            RunFailed: if a command fails (finished steps are kept), or the folder holds another run.
+            RunFailed: if a command fails (finished steps are kept), or the folder holds another
+                run.
             BlockingIOError: if another process works here.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log.txt").open("a") as log:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the commands write to it, so they hold the lock too
+            # The commands write to it, so they hold the lock too.
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._is_another():
-                raise RunFailed(f"{self.name}: {self.folder} holds a run of other options: move it away.")
+                raise RunFailed(
+                    f"{self.name}: {self.folder} holds a run of other options: move it away."
+                )
             write_json(self.folder / "stated.json", self.stated())
             if not self.is_trained():
                 self._train(log)
@@ -200,14 +209,17 @@ class Run:
     def _train(self, log: IO[str]) -> None:
         is_whole = not (self.folder / "train" / "last.pth.tar").exists()
         used = {
-            use.name: self._deploy(use.training, use.deployment, f"uses-{use.name}", log) for use in self.training.uses
+            use.name: self._deploy(use.training, use.deployment, f"uses-{use.name}", log)
+            for use in self.training.uses
         }
         cost = self._call(self._train_command(used), log)
         epochs = self._saved_epochs()
         if epochs < self._epochs() and self.place.is_over():
             return
         if epochs < self._epochs():  # train.py returns 0 if it is interrupted
-            raise RunFailed(f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs.")
+            raise RunFailed(
+                f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs."
+            )
         versions = versions_here(self.place.device)
         write_json(
             self.folder / "trained.json",
@@ -217,9 +229,16 @@ class Run:
     def _curve(self) -> list[dict[str, float]]:
         """Read losses and top-1 of each epoch that train.py evaluated, from its summary.csv."""
         rows = csv.DictReader((self.folder / "train" / "summary.csv").open())
-        known = {int(row["epoch"]): row for row in rows if row["epoch"] != "epoch" and row.get("eval_loss")}
+        known = {
+            int(row["epoch"]): row
+            for row in rows
+            if row["epoch"] != "epoch" and row.get("eval_loss")
+        }
         keys = ("train_loss", "eval_loss", "eval_top1")
-        return [{"epoch": epoch, **{key: float(known[epoch][key]) for key in keys}} for epoch in sorted(known)]
+        return [
+            {"epoch": epoch, **{key: float(known[epoch][key]) for key in keys}}
+            for epoch in sorted(known)
+        ]
 
     def _train_command(self, used: dict[str, Path]) -> list[str]:
         callbacks = self.training.callback.split()
@@ -227,8 +246,13 @@ class Run:
             callbacks.append(f"until={self.place.until}")
         script = ["-m", "studies.script", *callbacks, str(self.place.scripts / "train.py")]
         stated = self.stated()
-        options = ["--model", stated["model"], *(["--model-kwargs", *stated["kwargs"]] if stated["kwargs"] else [])]
-        options += ["--val-split", ""]  # a training with --val-split test among its options has a curve
+        options = [
+            "--model",
+            stated["model"],
+            *(["--model-kwargs", *stated["kwargs"]] if stated["kwargs"] else []),
+        ]
+        # A training with --val-split test among its options has a curve.
+        options += ["--val-split", ""]
         options += [option.format_map(used) for option in stated["options"]]
         options += self._data_options()
         options += [
@@ -259,15 +283,20 @@ class Run:
         trainings = (self.training, *arm.beside)
         names = [slug(arm.name), *(f"{slug(arm.name)}-{training.name}" for training in arm.beside)]
         models = [
-            self._deploy(training, arm.deployment, name, log) for training, name in zip(trainings, names, strict=True)
+            self._deploy(training, arm.deployment, name, log)
+            for training, name in zip(trainings, names, strict=True)
         ]
         measured = self.folder / f"{slug(arm.name)}.measured.json"
         data = [*self._data_options(), "--split", "test"]
         measure = self._measure_of(arm)
         self._call(measure.command(models, data, self.place.scripts, measured), log)
         figures = measure.read(measured)
-        if missing := [name for name, value in figures.items() if value is None or not math.isfinite(value)]:
-            raise RunFailed(f"{self.name}: {arm.name} has no {', '.join(missing)}: its outputs are not numbers.")
+        if missing := [
+            name for name, value in figures.items() if value is None or not math.isfinite(value)
+        ]:
+            raise RunFailed(
+                f"{self.name}: {arm.name} has no {', '.join(missing)}: its outputs are not numbers."
+            )
         write_json(self._result(arm), {"stated": self.statement(arm), "figures": figures})
 
     def _call(self, command: list[str], log: IO[str]) -> dict[str, float]:
@@ -278,7 +307,9 @@ class Run:
         """
         started = time.monotonic()
         print(f"+ {' '.join(command)}", file=log, flush=True)
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD})
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD}
+        )
         _COMMANDS.add(process.pid)
         try:
             _, status, usage = os.wait4(process.pid, 0)
@@ -287,12 +318,21 @@ class Run:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             last_line = (Path(log.name).read_text().splitlines() or [""])[-1]
-            words = (word for word in command[1:] if not word.startswith("-") and word != "studies.script")
+            words = (
+                word
+                for word in command[1:]
+                if not word.startswith("-") and word != "studies.script"
+            )
             what = Path(next(words)).name
-            raise RunFailed(f"{self.name}: {what} ended with {process.returncode}: {last_line} ({log.name})")
+            raise RunFailed(
+                f"{self.name}: {what} ended with {process.returncode}: {last_line} ({log.name})"
+            )
         is_cpu = self.place.device == "cpu"
         seconds = usage.ru_utime + usage.ru_stime if is_cpu else time.monotonic() - started
-        return {"seconds": seconds, "peak_mib": usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)}
+        return {
+            "seconds": seconds,
+            "peak_mib": usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
+        }
 
 
 #: Ids of the running commands.

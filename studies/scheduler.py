@@ -13,7 +13,9 @@ from .runs import Run, RunFailed, stop_commands
 INTERVAL = 60.0
 
 
-def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], interval: float = INTERVAL) -> list[str]:
+def work_off(
+    runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], interval: float = INTERVAL
+) -> list[str]:
     """Do the runs that are missing. A run that others need comes first, and no two work in one folder at a time.
 
     No run begins when the time of its place is over.
@@ -25,8 +27,8 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
         interval: seconds between two lines about progress.
 
     Returns:
-        A line for each run that failed, is in another process's hands, or lacks a run that it needs. A failure is
-        also printed at once.
+        A line for each run that failed, is in another process's hands, or lacks a run that it
+        needs. A failure is also printed at once.
     """
     waiting = [run for run in runs if not run.is_done()]
     clock = _Clock(runs)
@@ -40,7 +42,9 @@ def work_off(runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], inte
             for run in ready:
                 running[pool.submit(run.work)] = run
             if not running:
-                failed += [f"{run.name}: not begun, since what it needs is not done." for run in waiting]
+                failed += [
+                    f"{run.name}: not begun, since what it needs is not done." for run in waiting
+                ]
                 break
             ended, _ = wait(running, timeout=interval, return_when=FIRST_COMPLETED)
             for future in ended:
@@ -98,8 +102,16 @@ class _Clock:
     def tell(self, running: Sequence[Run]) -> None:
         seen, done = self._seen(), sum(run.is_done() for run in self._runs)
         worked, left = seen - self._before, sum(self._images.values()) - seen
-        rest = f", about {_hours((time.monotonic() - self._start) / worked * left)} left" if worked > 0 else ""
-        now = "; now " + ", ".join(f"{run.name} ({run.progress():.0%})" for run in running) if running else ""
+        rest = (
+            f", about {_hours((time.monotonic() - self._start) / worked * left)} left"
+            if worked > 0
+            else ""
+        )
+        now = (
+            "; now " + ", ".join(f"{run.name} ({run.progress():.0%})" for run in running)
+            if running
+            else ""
+        )
         print(f"{done} of {len(self._runs)} runs done{rest}{now}", file=sys.stderr, flush=True)
 
     def _seen(self) -> float:

@@ -1,8 +1,8 @@
 """Runs a script with what studies register: ``python -m studies.script [NAME[=VALUE] ...] SCRIPT OPTIONS``.
 
-SCRIPT is a Python file, such as timm's train.py, or ``timm-moe``; it is unmodified. Known to it are the models and
-routers of :mod:`studies.rivals` and :mod:`studies.candidates`. Names of :mod:`studies.callbacks` before it, with their
-values, change its training.
+SCRIPT is a Python file, such as timm's train.py, or ``timm-moe``; it is unmodified. Known to it are
+the models and routers of :mod:`studies.rivals` and :mod:`studies.candidates`. Names of
+:mod:`studies.callbacks` before it, with their values, change its training.
 """
 
 import runpy
@@ -20,7 +20,11 @@ def main(*arguments: str) -> int:
     Raises:
         ValueError: if there is no script, or a word before it is no callback.
     """
-    scripts = [number for number, word in enumerate(arguments) if word == "timm-moe" or word.endswith(".py")]
+    scripts = [
+        number
+        for number, word in enumerate(arguments)
+        if word == "timm-moe" or word.endswith(".py")
+    ]
     if not scripts:
         raise ValueError("Name a script to run: a Python file, such as train.py, or timm-moe.")
     place = scripts[0]

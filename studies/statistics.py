@@ -39,9 +39,11 @@ class Difference:
 
         Args:
             sign: 1 if more is better, -1 if less is.
-            p: a p-value that is corrected for the number of comparisons; by default the interval decides.
+            p: a p-value that is corrected for the number of comparisons; by default the interval
+                decides.
         """
-        if self.seeds < 3:  # figures are rounded, so two may differ by the same and leave no interval
+        # Figures are rounded, so two may differ by the same and leave no interval.
+        if self.seeds < 3:
             return TOO_FEW
         if self.low <= 0 <= self.high or (p is not None and p > 1 - CONFIDENCE):
             return UNCLEAR
@@ -73,7 +75,8 @@ def _p_value(differences: Sequence[float]) -> float:
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     """Correct p-values for their number by Holm's method (1979), which limits the chance of any false verdict.
 
-    The smallest of n is multiplied by n, the next by n - 1, and so on; none gets below a smaller one's.
+    The smallest of n is multiplied by n, the next by n - 1, and so on; none gets below a smaller
+    one's.
     """
     corrected: dict[Key, float] = {}
     largest = 0.0

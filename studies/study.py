@@ -20,8 +20,8 @@ class Images:
         of: number of classes of the whole folder; a folder with another number is refused.
         classes: slice of the classes in alphabetical order.
         train: slice of the training images of each class in alphabetical order.
-        held_out: slice of the training images of each class that models are evaluated on, where the result decides a
-            choice; by default models are evaluated on all test images.
+        held_out: slice of the training images of each class that models are evaluated on, where the
+            result decides a choice; by default models are evaluated on all test images.
     """
 
     of: int = 100
@@ -38,11 +38,12 @@ class Training:
         name: name of the folder of its runs.
         model: key into the models of the size.
         kwargs: arguments of the model, added to the size's.
-        options: options of train.py, added to the size's. ``{name}`` is the path of the use of that name.
+        options: options of train.py, added to the size's. ``{name}`` is the path of the use of that
+            name.
         uses: results of other trainings of the same seed that it needs.
         images: key into the images of the size.
-        callback: ``name`` or ``name=value`` of :mod:`studies.callbacks`, for changes that train.py has no option for;
-            several are separated by spaces.
+        callback: ``name`` or ``name=value`` of :mod:`studies.callbacks`, for changes that train.py
+            has no option for; several are separated by spaces.
         draw: distinguishes trainings that differ by their random numbers only.
         seeds: number of seeds, the first of the study's; by default all.
     """
@@ -158,7 +159,9 @@ class Size:
             taken.add(file)
         for arm in self.arms:
             if self.baseline_of(arm.name) not in {other.name for other in self.arms}:
-                raise ValueError(f"{arm.name} is compared with {arm.baseline}, which is not an arm.")
+                raise ValueError(
+                    f"{arm.name} is compared with {arm.baseline}, which is not an arm."
+                )
 
     def arm(self, name: str) -> Arm:
         """Look up an arm."""
@@ -189,8 +192,8 @@ class Compared:
     Attributes:
         first: name of an arm.
         verdict: of :meth:`studies.statistics.Difference.verdict`, about the first arm.
-        second: name of the arm that it is compared with. If the study has the two as an interaction, the differences
-            to their baselines are compared.
+        second: name of the arm that it is compared with. If the study has the two as an
+            interaction, the differences to their baselines are compared.
         figure: key of the figure; by default the study's first.
     """
 
@@ -215,9 +218,13 @@ class Finding:
     quoted: tuple[str, ...] = ()
 
 
-def compare(firsts: Iterable[str], verdict: str, seconds: Iterable[str], figure: str = "") -> tuple[Compared, ...]:
+def compare(
+    firsts: Iterable[str], verdict: str, seconds: Iterable[str], figure: str = ""
+) -> tuple[Compared, ...]:
     """Compare each of several arms with each of others, with one verdict for all."""
-    return tuple(Compared(first, verdict, second, figure) for first, second in product(firsts, seconds))
+    return tuple(
+        Compared(first, verdict, second, figure) for first, second in product(firsts, seconds)
+    )
 
 
 @dataclass(frozen=True)
@@ -231,12 +238,14 @@ class Study:
         source: paper and table.
         sizes: ``"small"`` for two cores, ``"paper"`` for a GPU.
         measure: measures each arm.
-        pairs: names of arms that are compared beside those of the findings, in the sizes that have both.
-        interactions: names of two arms; the difference of the first to its baseline is compared with that of the second
-            to its own.
-        primary: names of the two arms whose comparison by the first figure was stated as the primary one before the
-            runs. All other comparisons of the study are secondary: they are corrected by Holm's method. By default no
-            comparison is primary, and nothing is corrected.
+        pairs: names of arms that are compared beside those of the findings, in the sizes that have
+            both.
+        interactions: names of two arms; the difference of the first to its baseline is compared
+            with that of the second to its own.
+        primary: names of the two arms whose comparison by the first figure was stated as the
+            primary one before the runs. All other comparisons of the study are secondary: they are
+            corrected by Holm's method. By default no comparison is primary, and nothing is
+            corrected.
         stated: what was stated before the runs.
     """
 

@@ -22,7 +22,9 @@ def latest(folder: Path, number: int) -> list[Path]:
     }
     epochs = sorted(found)[-number:]
     if len(epochs) < number:
-        raise ValueError(f"{folder} holds {len(epochs)} checkpoints of epochs, {number} are asked for.")
+        raise ValueError(
+            f"{folder} holds {len(epochs)} checkpoints of epochs, {number} are asked for."
+        )
     return [found[epoch] for epoch in epochs]
 
 
@@ -34,7 +36,11 @@ def average(paths: Sequence[Path]) -> dict[str, Any]:
         name: torch.stack([w[name].double() for w in weights]).mean(0).to(tensor.dtype)
         for name, tensor in weights[-1].items()
     }
-    kept = {name: value for name, value in checkpoints[-1].items() if name not in ("optimizer", "state_dict_ema")}
+    kept = {
+        name: value
+        for name, value in checkpoints[-1].items()
+        if name not in ("optimizer", "state_dict_ema")
+    }
     return {**kept, "state_dict": mean}
 
 
@@ -43,7 +49,9 @@ def main(output: str, *sources: str) -> None:
     paths: list[Path] = []
     for source in sources:
         folder, _, number = source.rpartition(":")
-        paths += latest(Path(folder), int(number)) if number.isdecimal() and folder else [Path(source)]
+        paths += (
+            latest(Path(folder), int(number)) if number.isdecimal() and folder else [Path(source)]
+        )
     torch.save(average(paths), output)
 
 

@@ -37,11 +37,16 @@ def spread(model):
 
 def averaged(model, opt="adamw", rate=0.75, schedule="constant", total_updates=10, **opt_kwargs):
     optimizer = create_optimizer_v2(model, opt=opt, lr=1e-2, weight_decay=0.05, **opt_kwargs)
-    return optimizer, ExpertWeightAveraging(model, optimizer, rate, schedule, total_updates=total_updates)
+    return optimizer, ExpertWeightAveraging(
+        model, optimizer, rate, schedule, total_updates=total_updates
+    )
 
 
 EXPERTS = {
-    f"blocks.{block}.mlp.{name}.{kind}" for block in (1, 3) for name in ("fc1", "fc2") for kind in ("weight", "bias")
+    f"blocks.{block}.mlp.{name}.{kind}"
+    for block in (1, 3)
+    for name in ("fc1", "fc2")
+    for kind in ("weight", "bias")
 }
 
 
@@ -65,4 +70,8 @@ def apart(model):
 
 
 def moved(model, before):
-    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }

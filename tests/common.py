@@ -23,20 +23,41 @@ SMALL_VIT_KWARGS = [f"{name}={value}" for name, value in OPTIONS.items()]
 SPEC = ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)
 #: The V-MoE of the golden files.
 TINY = dict(
-    img_size=16, patch_size=4, embed_dim=16, depth=4, num_heads=2, mlp_ratio=2, num_classes=7, act_layer="gelu_tanh",
-    num_experts=4, moe_layers="1,3", group_images=2,
-)  # fmt: skip
+    img_size=16,
+    patch_size=4,
+    embed_dim=16,
+    depth=4,
+    num_heads=2,
+    mlp_ratio=2,
+    num_classes=7,
+    act_layer="gelu_tanh",
+    num_experts=4,
+    moe_layers="1,3",
+    group_images=2,
+)
 
 #: Every way to route: name of a model, and its options.
 FAMILIES = {
     "random partition": ("vit_tiny_ewa_moe", {}),
     "top-1": ("vit_tiny_moe", {}),
-    "top-2, capacity": ("vit_tiny_moe", dict(top_k=2, capacity_factor=1.05, eval_capacity_factor=0.7)),
+    "top-2, capacity": (
+        "vit_tiny_moe",
+        dict(top_k=2, capacity_factor=1.05, eval_capacity_factor=0.7),
+    ),
     "top-2, nothing dropped": ("vit_tiny_moe", dict(top_k=2, capacity_factor="none")),
-    "sigmoid, bias": ("vit_tiny_moe", dict(top_k=2, score="sigmoid", gate_mode="renorm", balance="bias")),
+    "sigmoid, bias": (
+        "vit_tiny_moe",
+        dict(top_k=2, score="sigmoid", gate_mode="renorm", balance="bias"),
+    ),
     "V-MoE": (
         "vmoe_s32",
-        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", batch_priority=True),
+        dict(
+            num_experts=4,
+            moe_layers="last-1",
+            noise_std=0.0,
+            aux_loss="balance",
+            batch_priority=True,
+        ),
     ),
     "image-level": ("vimoe_s14", dict(capacity_factor=1.0)),
     "shared expert": ("vimoe_s14_shared", {}),
@@ -44,14 +65,30 @@ FAMILIES = {
     "fine-grained": ("vit_tiny_moe", dict(top_k=2, expert_width=0.5, shared_expert=True)),
     "expert choice": ("vit_tiny_moe", dict(router="expert_choice", capacity_factor=1.5)),
     "Soft MoE": ("soft_moe_s16", dict(moe_layers="every-2", slots_per_expert=2)),
-    "pBE": ("vmoe_pbe_s32", dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance")),
+    "pBE": (
+        "vmoe_pbe_s32",
+        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance"),
+    ),
     "partitioning": (
         "vmoe_pbe_s32",
-        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", ensemble="partitioning"),
+        dict(
+            num_experts=4,
+            moe_layers="last-1",
+            noise_std=0.0,
+            aux_loss="balance",
+            ensemble="partitioning",
+        ),
     ),
     "multi-head": (
         "vmoe_pbe_s32",
-        dict(num_experts=4, moe_layers="last-1", noise_std=0.0, aux_loss="balance", ensemble="multi_head", top_k=2),
+        dict(
+            num_experts=4,
+            moe_layers="last-1",
+            noise_std=0.0,
+            aux_loss="balance",
+            ensemble="multi_head",
+            top_k=2,
+        ),
     ),
 }
 
@@ -104,7 +141,9 @@ def without_draws(name):
 
 def save_as_train_py(file, model, name="vit_tiny_ewa_moe", /, **stated):
     """Save a small model as train.py does; its arguments may state more, or something else."""
-    args = argparse.Namespace(**{"model": name, "num_classes": 5, "model_kwargs": OPTIONS, **stated})
+    args = argparse.Namespace(
+        **{"model": name, "num_classes": 5, "model_kwargs": OPTIONS, **stated}
+    )
     torch.save({"epoch": 1, "state_dict": model.state_dict(), "args": args}, file)
     return file
 
@@ -139,7 +178,13 @@ def cases(arrays, letter):
     """Yield the cases of a golden file as objects."""
     for index in range(int(arrays["n_cases"])):
         prefix = f"{letter}{index}_"
-        yield SimpleNamespace(**{name.removeprefix(prefix): v for name, v in arrays.items() if name.startswith(prefix)})
+        yield SimpleNamespace(
+            **{
+                name.removeprefix(prefix): v
+                for name, v in arrays.items()
+                if name.startswith(prefix)
+            }
+        )
 
 
 def loads(choice_GSK, num_experts):
@@ -149,7 +194,8 @@ def loads(choice_GSK, num_experts):
 
 def dense_combine(routing, num_experts):
     """(T, E) weight with which each expert's output enters each row."""
-    combined = torch.zeros(routing.slots.shape[0], num_experts + 1)  # the last is of dropped choices
+    # The last is of dropped choices.
+    combined = torch.zeros(routing.slots.shape[0], num_experts + 1)
     for expert, weight in zip(routing.experts().T, routing.weights().T, strict=True):
         combined = combined.scatter_add(1, expert.unsqueeze(1), weight.unsqueeze(1))
     return combined[:, :num_experts]

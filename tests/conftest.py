@@ -1,7 +1,7 @@
 """Shared by all tests: order and time limits, one thread so that results repeat, small models, a browser.
 
-xdist's controller imports this file before it starts its workers. It runs no test, so torch and timm, which take
-seconds, are imported in functions.
+xdist's controller imports this file before it starts its workers. It runs no test, so torch and
+timm, which take seconds, are imported in functions.
 """
 
 import gc
@@ -46,7 +46,11 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
     if not config.option.keyword and not any("::" in argument for argument in config.args):
         mark_cases(items)
-    items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
+    items.sort(
+        key=lambda item: (
+            SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST)
+        )
+    )
     for item in items:
         if item.get_closest_marker("timeout") is None:
             marks = [name for name in LIMITS if item.get_closest_marker(name)]
@@ -58,7 +62,9 @@ def mark_cases(items):
     """Mark all cases of a test but the first as ``ci``, but not in project/, where each is another page."""
     tests = defaultdict(list)
     for item in items:
-        if item.path.parent.name != "project" and not any(item.get_closest_marker(name) for name in LIMITS):
+        if item.path.parent.name != "project" and not any(
+            item.get_closest_marker(name) for name in LIMITS
+        ):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         for case in cases[1:]:
@@ -111,7 +117,9 @@ def golden():
     import torch
     from common import DATA
 
-    return lambda name: {key: torch.from_numpy(array) for key, array in np.load(DATA / f"{name}.npz").items()}
+    return lambda name: {
+        key: torch.from_numpy(array) for key, array in np.load(DATA / f"{name}.npz").items()
+    }
 
 
 @pytest.fixture
@@ -140,14 +148,23 @@ def images():
 @pytest.fixture(scope="module")
 def browser():
     """Start Chromium without a window; it keeps its log and its requests."""
-    chromium, chromedriver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    chromium, chromedriver = (
+        shutil.which("chromium") or shutil.which("google-chrome"),
+        shutil.which("chromedriver"),
+    )
     if chromium is None or chromedriver is None:
         pytest.skip("There is no Chromium here: apt install chromium chromium-driver.")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1300,1000"):
+    for argument in (
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "window-size=1300,1000",
+    ):
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))

@@ -56,4 +56,7 @@ def waits(device, expected):
             yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught) == expected
+    assert (
+        sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+        == expected
+    )

@@ -10,17 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: Without docs/generated, which programs write, and docs/start.md, which tests/project/test_start.py runs as a whole.
+#: Without docs/generated, which programs write, and docs/start.md, which
+#: tests/project/test_start.py runs as a whole.
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs/start.md"}),
 ]
 #: A block, which may contain blocks with fewer backticks, or a heading.
-PARTS = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(.*)\n(?s:(.*?))^(?P=indent)(?P=fence) *$|^#+ (.*)$", re.MULTILINE)
+PARTS = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,})(.*)\n(?s:(.*?))^(?P=indent)(?P=fence) *$|^#+ (.*)$",
+    re.MULTILINE,
+)
 LANGUAGES = ("python", "bash", "", "markdown")
 
-#: bash prints the commands that it would run, so variables, quotes and continuations are resolved by bash itself.
+#: bash prints the commands that it would run, so variables, quotes and continuations are resolved
+#: by bash itself.
 TELL = r"""
 set -eu
 PATH=none  # no command is found

@@ -2,16 +2,19 @@
 
 For each name, with 2 experts in every other feed-forward network:
 
-1. At full size, without memory for weights: ``to_dense`` gives the tensors and shapes of the stock model.
-2. timm's ``create_model`` loads random weights of the stock model as pretrained ones: in eval mode the outputs equal
+1. At full size, without memory for weights: ``to_dense`` gives the tensors and shapes of the stock
+model. 2. timm's ``create_model`` loads random weights of the stock model as pretrained ones: in
+eval mode the outputs equal
    the stock model's, in training mode they agree.
-3. ``export_dense`` writes the model, loads it with stock timm and compares outputs. The tensors in the file are the
+3. ``export_dense`` writes the model, loads it with stock timm and compares outputs. The tensors in
+the file are the
    weights of step 2, bit for bit.
 
-Where the stock model can be made smaller, steps 2 and 3 use smaller images, and fewer blocks for more than 30 million
-parameters. Each name becomes a row of the file. Names that the file has already are skipped, so the run can be stopped,
-or divided by a pattern: ``python tests/every_model.py FILE 'swin*'``. All names take hours and 16 GB. A run over all
-names ends with the architectures that ``timm_moe.models.ewa.FAMILIES`` lacks.
+Where the stock model can be made smaller, steps 2 and 3 use smaller images, and fewer blocks for
+more than 30 million parameters. Each name becomes a row of the file. Names that the file has
+already are skipped, so the run can be stopped, or divided by a pattern:
+``python tests/every_model.py FILE 'swin*'``. All names take hours and 16 GB. A run over all names
+ends with the architectures that ``timm_moe.models.ewa.FAMILIES`` lacks.
 """
 
 import gc
@@ -63,7 +66,8 @@ FEWER_BLOCKS: tuple[dict[str, Any], ...] = (
     dict(stages=(1, 1, 2, 2)),
     dict(serial_depths=(1, 1, 1, 1)),
 )
-#: Sides that fit patches of up to 32, patches of 14, and windows. MViT fails with 112, but only on real weights.
+#: Sides that fit patches of up to 32, patches of 14, and windows. MViT fails with 112, but only on
+#: real weights.
 SMALLER_IMAGES = (128, 112, 192)
 
 
@@ -72,11 +76,17 @@ def smaller(architecture: str, stock: nn.Module) -> dict[str, Any]:
     size = parameters(stock)
     kwargs: dict[str, Any] = {}
     if size > LARGE:
-        kwargs = next((fewer for fewer in FEWER_BLOCKS if _works(architecture, fewer, min(size, LARGEST))), {})
+        kwargs = next(
+            (fewer for fewer in FEWER_BLOCKS if _works(architecture, fewer, min(size, LARGEST))), {}
+        )
     pixels = model_input_size(stock)[-1]
     for image, size_option in product(SMALLER_IMAGES, (True, False)):
         overlay = dict(input_size=(3, image, image))
-        fewer = {**kwargs, **({"img_size": image} if size_option else {}), "pretrained_cfg_overlay": overlay}
+        fewer = {
+            **kwargs,
+            **({"img_size": image} if size_option else {}),
+            "pretrained_cfg_overlay": overlay,
+        }
         if image < pixels and _works(architecture, fewer):
             return fewer
     return kwargs
@@ -97,7 +107,11 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
     dense = _with_random_weights(timm.create_model(architecture, **kwargs)).eval()
     weights = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
-    pretrained = {**kwargs.get("pretrained_cfg_overlay", {}), "state_dict": weights, "num_classes": dense.num_classes}
+    pretrained = {
+        **kwargs.get("pretrained_cfg_overlay", {}),
+        "state_dict": weights,
+        "num_classes": dense.num_classes,
+    }
     model = timm.create_model(
         f"{architecture}_ewa_moe",
         pretrained=True,
@@ -111,13 +125,16 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
     with torch.no_grad():
         for expected, actual in zip(_tensors(dense(images)), _tensors(model(images)), strict=True):
             assert torch.isfinite(expected).all(), "the stock model gives NaN"
-            # The weights are the same; where they lie in memory may decide which products BLAS takes.
+            # The weights are the same; where they lie in memory may decide which products BLAS
+            # takes.
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     with tempfile.TemporaryDirectory() as folder:
         timm_moe.export_dense(model, f"{folder}/dense")
         exported = load_file(f"{folder}/dense/model.safetensors")
     assert exported.keys() == weights.keys()
-    assert all(torch.equal(tensor, weights[tensor_name]) for tensor_name, tensor in exported.items())
+    assert all(
+        torch.equal(tensor, weights[tensor_name]) for tensor_name, tensor in exported.items()
+    )
     with torch.no_grad():
         results = [list(_tensors(_trained(module, images))) for module in (dense, model)]
     for expected, actual in zip(*results, strict=True):
@@ -142,7 +159,9 @@ def check_shapes(architecture: str, stock: nn.Module) -> None:
     assert type(dense) is type(stock)
     assert _shapes(dense) == _shapes(stock)
     # named_parameters has shared weights once, so this also compares which ones are shared
-    assert [name for name, _ in experts.named_parameters()] == [name for name, _ in stock.named_parameters()]
+    assert [name for name, _ in experts.named_parameters()] == [
+        name for name, _ in stock.named_parameters()
+    ]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -181,7 +200,11 @@ def _untrained(resnet: Callable[..., nn.Module], pretrained: bool, **kwargs: Any
 
 def missing() -> list[str]:
     """List the architectures of timm that have feed-forward networks but no ``_ewa_moe``."""
-    stock = [name for name in timm.list_models() if model_entrypoint(name).__module__.startswith("timm.models.")]
+    stock = [
+        name
+        for name in timm.list_models()
+        if model_entrypoint(name).__module__.startswith("timm.models.")
+    ]
     others = sorted(set(stock) - set(architectures()))
     return [name for name in others if len(timm_moe.convert.ffn_paths(weightless_model(name))) > 1]
 
@@ -191,7 +214,11 @@ def main(file: str, pattern: str = "*") -> int:
     done = path.read_text() if path.is_file() else ""
     if not done:
         path.write_text(HEADER)
-    names = [name for name in architectures() if fnmatch(name, pattern) and f"`{name}_ewa_moe`" not in done]
+    names = [
+        name
+        for name in architectures()
+        if fnmatch(name, pattern) and f"`{name}_ewa_moe`" not in done
+    ]
     for number, name in enumerate(names, 1):
         start, kwargs, result = time.monotonic(), {}, "passed"
         try:

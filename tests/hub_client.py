@@ -12,7 +12,8 @@ from common import ROOT
 TOKEN = "hf_SecretOfTheTests"
 READ_TOKEN = "hf_ReadOnlySecret"
 
-#: Runs commands of timm-moe one after another: importing torch and timm for each of them takes seconds.
+#: Runs commands of timm-moe one after another: importing torch and timm for each of them takes
+#: seconds.
 WORKER = """
 import gc, json, os, sys, time
 gc.disable()  # until all is imported, since none of that is garbage
@@ -63,7 +64,12 @@ class Worker:
 
     def run(self, *arguments, token=TOKEN, url=None, patience=30):
         """Exit status, standard output and standard error of a command, for another Hub if a url is given."""
-        command = {"arguments": list(map(str, arguments)), "token": token, "url": url, "patience": patience}
+        command = {
+            "arguments": list(map(str, arguments)),
+            "token": token,
+            "url": url,
+            "patience": patience,
+        }
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         status, self.paused = json.loads(self.process.stdout.readline())
@@ -93,11 +99,26 @@ class Worker:
 
 def client_environment(folder, url):
     """Nothing of the user's login or caches, and a Hub."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    places = {"HF_HOME": folder, "HF_HUB_CACHE": folder / "hub", "HF_TOKEN_PATH": folder / "token", "HOME": folder}
-    switches = {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
-    switches["OMP_NUM_THREADS"] = "1"  # several would wait for each other, since the models are small
-    search = {"PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")]).strip(os.pathsep)}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
+    }
+    places = {
+        "HF_HOME": folder,
+        "HF_HUB_CACHE": folder / "hub",
+        "HF_TOKEN_PATH": folder / "token",
+        "HOME": folder,
+    }
+    switches = {
+        "HF_ENDPOINT": url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "*",
+    }
+    # Several would wait for each other, since the models are small.
+    switches["OMP_NUM_THREADS"] = "1"
+    search = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")]).strip(os.pathsep)
+    }
     return {**kept, **search, **{name: str(place) for name, place in places.items()}, **switches}
 
 

@@ -1,7 +1,8 @@
 """A small Hugging Face Hub on this machine, for the real huggingface_hub client.
 
-It answers the client's requests for models with Git LFS uploads (``HF_HUB_DISABLE_XET=1``), keeps files on disk and
-checks sizes and hashes. Unlike on the Hub, a model and a data set cannot have the same name.
+It answers the client's requests for models with Git LFS uploads (``HF_HUB_DISABLE_XET=1``), keeps
+files on disk and checks sizes and hashes. Unlike on the Hub, a model and a data set cannot have the
+same name.
 
     folder/objects/SHA256         contents of LFS files
     folder/blobs/SHA1             contents of other files, by their hash in git
@@ -33,7 +34,9 @@ class Repository:
     revisions: dict[str, str] = field(default_factory=dict)
     commits: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add_commit(self, revision: str, parent: str | None, message: str, files: dict[str, Any]) -> str:
+    def add_commit(
+        self, revision: str, parent: str | None, message: str, files: dict[str, Any]
+    ) -> str:
         content = json.dumps([parent, message, files, len(self.commits)])
         sha = hashlib.sha1(content.encode()).hexdigest()
         self.commits[sha] = {"parent": parent, "message": message, "files": files}
@@ -85,7 +88,8 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.storage_url = f"http://localhost:{self.server_port}/storage"  # another host for the client, like the Hub's
+        # Another host for the client, like the Hub's.
+        self.storage_url = f"http://localhost:{self.server_port}/storage"
         self.lock = threading.Lock()
         for name in ("objects", "blobs"):
             (folder / name).mkdir(parents=True)
@@ -107,7 +111,10 @@ class HubServer(ThreadingHTTPServer):
         """Make a repository with the Hub's first commit."""
         repository = self.repositories[repo_id] = Repository(kind, private)
         repository.add_commit(
-            "main", None, "initial commit", {".gitattributes": self.keep_blob(b"*.safetensors lfs\n")}
+            "main",
+            None,
+            "initial commit",
+            {".gitattributes": self.keep_blob(b"*.safetensors lfs\n")},
         )
         self.save()
         return repository
@@ -144,7 +151,9 @@ class HubServer(ThreadingHTTPServer):
 def hub_server(folder: Path) -> Iterator[HubServer]:
     """Run a server within a block."""
     server = HubServer(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield server
@@ -191,7 +200,10 @@ class Handler(BaseHTTPRequestHandler):
             for method, pattern, step in self.STEPS:
                 match = re.fullmatch(pattern, url.path)
                 if match and method == self.command.replace("HEAD", "GET"):
-                    self.run_step(step, {name: unquote(part) for name, part in match.groupdict().items() if part})
+                    self.run_step(
+                        step,
+                        {name: unquote(part) for name, part in match.groupdict().items() if part},
+                    )
                     return
             raise Refused(404, f"There is nothing at {url.path}.")
         except Refused as refused:
@@ -237,10 +249,14 @@ class Handler(BaseHTTPRequestHandler):
     def read_json(self) -> Any:
         return json.loads(self.read_body())
 
-    def answer(self, content: Any = None, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def answer(
+        self, content: Any = None, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/octet-stream" if content is data else "application/json")
+        self.send_header(
+            "Content-Type", "application/octet-stream" if content is data else "application/json"
+        )
         for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -302,11 +318,17 @@ class Handler(BaseHTTPRequestHandler):
             return
         errors = []
         if metadata.get("license", "other") not in ("apache-2.0", "mit", "cc-by-nc-4.0", "other"):
-            errors.append({"message": f'"license" must be one of [apache-2.0, ...], got {metadata["license"]}'})
+            errors.append(
+                {
+                    "message": f'"license" must be one of [apache-2.0, ...], got {metadata["license"]}'
+                }
+            )
         for entry in metadata.get("model-index", []):
             for result in entry["results"]:
                 if not {"type", "name"} <= result["dataset"].keys() or "type" not in result["task"]:
-                    errors.append({"message": '"model-index[0].results[0]" lacks a task or dataset'})
+                    errors.append(
+                        {"message": '"model-index[0].results[0]" lacks a task or dataset'}
+                    )
         self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def create(self) -> None:
@@ -316,9 +338,15 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(401, "Invalid username or password.")
         repo = f"{wanted['organization'] or user[0]}/{wanted['name']}"
         if user != (repo.split("/")[0], "write"):
-            raise Refused(403, f"You don't have the rights to create a model under the namespace {repo.split('/')[0]}")
+            raise Refused(
+                403,
+                "You don't have the rights to create a model under the namespace "
+                f"{repo.split('/')[0]}",
+            )
         if repo in self.server.repositories:
-            raise Refused(409, f"You already created this {self.server.repositories[repo].kind} repo")
+            raise Refused(
+                409, f"You already created this {self.server.repositories[repo].kind} repo"
+            )
         private = wanted.get("visibility") == "private" or wanted.get("private", False)
         self.server.create(repo, wanted.get("type", "model"), private)
         self.answer({"url": f"{self.server.url}/{repo}", "name": repo})
@@ -327,20 +355,37 @@ class Handler(BaseHTTPRequestHandler):
         repository = self.repository(repo)
         sha = self.commit_of(repository, revision)
         siblings = [{"rfilename": name} for name in repository.commits[sha]["files"]]
-        self.answer({"id": repo, "modelId": repo, "private": repository.private, "sha": sha, "siblings": siblings})
+        self.answer(
+            {
+                "id": repo,
+                "modelId": repo,
+                "private": repository.private,
+                "sha": sha,
+                "siblings": siblings,
+            }
+        )
 
     def tree(self, repo: str, revision: str) -> None:
         repository = self.repository(repo)
         files = repository.commits[self.commit_of(repository, revision)]["files"]
         entries = []
         for name, file in files.items():
-            lfs = {"lfs": {"oid": file["oid"], "size": file["size"], "pointerSize": 130}} if file["lfs"] else {}
-            entries.append({"type": "file", "path": name, "oid": file["oid"], "size": file["size"], **lfs})
+            lfs = (
+                {"lfs": {"oid": file["oid"], "size": file["size"], "pointerSize": 130}}
+                if file["lfs"]
+                else {}
+            )
+            entries.append(
+                {"type": "file", "path": name, "oid": file["oid"], "size": file["size"], **lfs}
+            )
         self.answer(entries)
 
     def refs(self, repo: str) -> None:
         revisions = self.repository(repo).revisions
-        branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": sha} for n, sha in revisions.items()]
+        branches = [
+            {"name": n, "ref": f"refs/heads/{n}", "targetCommit": sha}
+            for n, sha in revisions.items()
+        ]
         self.answer({"branches": branches, "converts": [], "tags": []})
 
     def branch(self, repo: str, branch: str) -> None:
@@ -357,7 +402,11 @@ class Handler(BaseHTTPRequestHandler):
         present = repository.commits[self.commit_of(repository, revision)]["files"]
         files = []
         for file in self.read_json()["files"]:
-            mode = "lfs" if file["path"].endswith(".safetensors") or file["size"] > 10 * 2**20 else "regular"
+            mode = (
+                "lfs"
+                if file["path"].endswith(".safetensors") or file["size"] > 10 * 2**20
+                else "regular"
+            )
             base64.b64decode(file["sample"], validate=True)
             oid = {"oid": present[file["path"]]["oid"]} if file["path"] in present else {}
             files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, **oid})
@@ -369,7 +418,9 @@ class Handler(BaseHTTPRequestHandler):
         assert (wanted["operation"], wanted["hash_algo"]) == ("upload", "sha256")
         stored = sum(file.stat().st_size for file in (self.server.folder / "objects").iterdir())
         if stored + sum(entry["size"] for entry in wanted["objects"]) > self.server.faults.quota:
-            raise Refused(403, "Private repository storage limit reached, please upgrade your plan.")
+            raise Refused(
+                403, "Private repository storage limit reached, please upgrade your plan."
+            )
         objects = []
         for entry in wanted["objects"]:
             actions = {}
@@ -415,7 +466,9 @@ class Handler(BaseHTTPRequestHandler):
             elif operation["key"] == "lfsFile":
                 stored = self.server.folder / "objects" / value["oid"]
                 if not stored.exists() or stored.stat().st_size != value["size"]:
-                    raise Refused(400, f"{value['path']} points to an LFS object that was not uploaded")
+                    raise Refused(
+                        400, f"{value['path']} points to an LFS object that was not uploaded"
+                    )
                 files[value["path"]] = {"lfs": True, "oid": value["oid"], "size": value["size"]}
             elif operation["key"] == "deletedFile":
                 del files[value["path"]]
@@ -428,7 +481,9 @@ class Handler(BaseHTTPRequestHandler):
             answer["pullRequestUrl"] = f"{self.server.url}/{repo}/discussions/{number}"
         sha = repository.add_commit(revision, parent, header["value"]["summary"], files)
         self.server.save()
-        self.answer({"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha, **answer})
+        self.answer(
+            {"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha, **answer}
+        )
 
     def resolve(self, repo: str, revision: str, file: str) -> None:
         repository = self.repository(repo)
@@ -440,7 +495,13 @@ class Handler(BaseHTTPRequestHandler):
         if found["lfs"]:
             linked = {"X-Linked-Etag": f'"{found["oid"]}"', "X-Linked-Size": str(found["size"])}
             self.answer(
-                b"", 302, {**headers, **linked, "Location": f"{self.server.storage_url}/{found['oid']}?signature=valid"}
+                b"",
+                302,
+                {
+                    **headers,
+                    **linked,
+                    "Location": f"{self.server.storage_url}/{found['oid']}?signature=valid",
+                },
             )
         else:
             self.answer(self.server.path(found).read_bytes(), 200, headers)

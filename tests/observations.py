@@ -51,7 +51,9 @@ def seen_as(layers, confidence=(0.9,), predicted=(0,), classes=("cat", "dog")):
         predicted=torch.tensor(predicted),
         confidence=torch.tensor(confidence),
         ood_confidence=None,
-        figures=dict(images=len(confidence), members=1, nll=0.1, accuracy=1.0, error=0.0, ece=0.1, brier=0.1),
+        figures=dict(
+            images=len(confidence), members=1, nll=0.1, accuracy=1.0, error=0.0, ece=0.1, brier=0.1
+        ),
         layers=layers,
         shown=[0],
         shown_pixels=torch.zeros(1, 3, 8, 8, dtype=torch.uint8),

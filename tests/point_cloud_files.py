@@ -5,7 +5,9 @@ import gzip
 import numpy as np
 from points.data import S3DIS_CLASSES
 
-TINY = dict(num_groups=8, group_size=4, width=48, depth=2, num_heads=3, group_widths=(128, 256, 512, 16))
+TINY = dict(
+    num_groups=8, group_size=4, width=48, depth=2, num_heads=3, group_widths=(128, 256, 512, 16)
+)
 
 
 def write_idx(path, array):
@@ -39,12 +41,20 @@ def write_modelnet40(folder, count=4, num_points=30):
     rng = np.random.default_rng(0)
     folder.joinpath("modelnet40_shape_names.txt").write_text("cone\nnight_stand\n")
     for split, first in (("train", 0), ("test", count)):
-        names = [f"{name}_{index + first + 1:04d}" for index in range(count) for name in ("cone", "night_stand")]
-        folder.joinpath(f"modelnet40_{split}.txt").write_text("".join(f"{name}\n" for name in names))
+        names = [
+            f"{name}_{index + first + 1:04d}"
+            for index in range(count)
+            for name in ("cone", "night_stand")
+        ]
+        folder.joinpath(f"modelnet40_{split}.txt").write_text(
+            "".join(f"{name}\n" for name in names)
+        )
         for name in names:
             path = folder / name.rpartition("_")[0] / f"{name}.txt"
             path.parent.mkdir(exist_ok=True)
-            rows = rng.standard_normal((num_points, 6)) * ([2] * 6 if "cone" in name else [9, 0.1, 0.1, 1, 1, 1])
+            rows = rng.standard_normal((num_points, 6)) * (
+                [2] * 6 if "cone" in name else [9, 0.1, 0.1, 1, 1, 1]
+            )
             np.savetxt(path, rows, "%.6f", ",")
     return folder
 
@@ -63,5 +73,7 @@ def write_s3dis(folder):
             np.savetxt(objects / f"{name}.txt", table, "%g")
             label = S3DIS_CLASSES.index(name.partition("_")[0].replace("stairs", "clutter"))
             rows.append(np.concatenate([table, np.full((4, 1), label)], 1))
-        np.save(folder / f"arrays/raw/Area_{area}_{room}.npy", np.concatenate(rows).astype(np.float32))
+        np.save(
+            folder / f"arrays/raw/Area_{area}_{room}.npy", np.concatenate(rows).astype(np.float32)
+        )
     return folder

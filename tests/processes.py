@@ -16,8 +16,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-#: The process from which others are forked. It only imports, so that no test sees anything of another. For what a
-#: request needs besides, it forks a process like itself that imports one module more, and hands the request over.
+#: The process from which others are forked. It only imports, so that no test sees anything of
+#: another. For what a request needs besides, it forks a process like itself that imports one module
+#: more, and hands the request over.
 _ZYGOTE = """
 import atexit, gc, importlib, json, os, runpy, sys, traceback
 
@@ -93,22 +94,34 @@ serve(sys.argv[1:], sys.stdin, sys.stdout)
 """
 
 
-#: The Hub's cache of these processes, which have no network. A test may put what is "downloaded" there.
+#: The Hub's cache of these processes, which have no network. A test may put what is "downloaded"
+#: there.
 HUB_CACHE = Path(tempfile.mkdtemp(prefix="hub-cache-"))
 atexit.register(shutil.rmtree, HUB_CACHE, ignore_errors=True)
 #: Seconds in which an interrupted command may end its own processes.
 GRACE = 10
-#: Imported by the process for most tests: timm, and what else train.py and validate.py need, which takes a second.
+#: Imported by the process for most tests: timm, and what else train.py and validate.py need, which
+#: takes a second.
 SCRIPTS_NEED = ("timm", "functorch.compile", "sklearn.metrics")
 
 
 @cache
 def _zygote(modules, autoload, settings):
-    own = {"TIMM_MOE_AUTOLOAD": autoload, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(HUB_CACHE)}
+    own = {
+        "TIMM_MOE_AUTOLOAD": autoload,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(HUB_CACHE),
+    }
     env = {**os.environ, **own, **dict(settings)}
     command = [sys.executable, "-c", _ZYGOTE, *modules]
     process = subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     atexit.register(process.stdin.close)
     assert process.stdout.readline() == "ready\n"
@@ -118,21 +131,27 @@ def _zygote(modules, autoload, settings):
 def run_new(command, **options):
     """Run a command and capture its output; if the test is interrupted, end all processes that it started.
 
-    The output goes to files: children that outlive the command would hold pipes open, and the test would wait for them.
+    The output goes to files: children that outlive the command would hold pipes open, and the test
+    would wait for them.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True, **options)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=errors, start_new_session=True, **options
+        )
         try:
             process.wait()
         except BaseException:
-            process.terminate()  # torchrun then ends its processes, each of which leads a group of its own
+            # Torchrun then ends its processes, each of which leads a group of its own.
+            process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
             _kill(process)
             raise
         for file in (output, errors):
             file.seek(0)
-        return subprocess.CompletedProcess(command, process.returncode, output.read(), errors.read())
+        return subprocess.CompletedProcess(
+            command, process.returncode, output.read(), errors.read()
+        )
 
 
 def _kill(leader):
@@ -142,18 +161,34 @@ def _kill(leader):
 
 
 def _run(modules, autoload, argv, code, cwd, env, input, settings=()):
-    # torch hands over to the package when it is imported itself; where timm is there already, the package comes last.
+    # torch hands over to the package when it is imported itself; where timm is there already, the
+    # package comes last.
     has_timm = "timm" in modules
     first = SCRIPTS_NEED if has_timm else modules
-    further = [name for name in modules if name not in first] + ["timm_moe"] * (has_timm and autoload != "0")
+    further = [name for name in modules if name not in first] + ["timm_moe"] * (
+        has_timm and autoload != "0"
+    )
     zygote = _zygote(first, "0" if has_timm else autoload, settings)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
         files[0].write_text(input)
         flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY | os.O_CREAT)
         streams = [(str(file), flag) for file, flag in zip(files, flags, strict=True)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TIMM_MOE_AUTOLOAD": autoload, **dict(settings), **env}
-        request = dict(argv=argv, code=code, cwd=str(cwd or Path.cwd()), env=env, streams=streams, modules=further)
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TIMM_MOE_AUTOLOAD": autoload,
+            **dict(settings),
+            **env,
+        }
+        request = dict(
+            argv=argv,
+            code=code,
+            cwd=str(cwd or Path.cwd()),
+            env=env,
+            streams=streams,
+            modules=further,
+        )
         try:
             zygote.stdin.write(json.dumps(request) + "\n")
             zygote.stdin.flush()
@@ -170,12 +205,15 @@ def run_script(path, *arguments, cwd=None, autoload="1", input="", **env):
     return _run(SCRIPTS_NEED, autoload, [str(path), *map(str, arguments)], None, cwd, env, input)
 
 
-def run_code(code, *arguments, cwd=None, autoload="1", modules=SCRIPTS_NEED, input="", settings=(), **env):
+def run_code(
+    code, *arguments, cwd=None, autoload="1", modules=SCRIPTS_NEED, input="", settings=(), **env
+):
     """Run ``python -c CODE ARGUMENTS`` in such a process.
 
     Args:
         modules: modules that the process has imported.
-        settings: names and values of environment variables that these modules read when they are imported.
+        settings: names and values of environment variables that these modules read when they are
+            imported.
     """
     return _run(modules, autoload, ["-c", *map(str, arguments)], code, cwd, env, input, settings)
 
@@ -202,4 +240,6 @@ def join_group(rank, folder, processes=2):
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=processes)
+    torch.distributed.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=processes
+    )

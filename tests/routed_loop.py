@@ -15,7 +15,8 @@ CPU = torch.device("cpu")
 def routed_model(name="vit_tiny_moe", **kwargs):
     torch.manual_seed(0)
     model = timm.create_model(name, **SMALL_VIT, **kwargs)
-    for module in model.modules():  # routers that prefer some experts, so that their losses have a gradient to speak of
+    # Routers that prefer some experts, so that their losses have a gradient to speak of.
+    for module in model.modules():
         if isinstance(module, TopKRouter):
             nn.init.normal_(module.weight, std=0.3)
     return model
@@ -31,7 +32,11 @@ def losses_by_hand(model, images):
     seen, handles = [], []
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            handles.append(module.register_forward_hook(lambda router, args, _: seen.append((router.weight, args[0]))))
+            handles.append(
+                module.register_forward_hook(
+                    lambda router, args, _: seen.append((router.weight, args[0]))
+                )
+            )
     outputs = model(images)
     for handle in handles:
         handle.remove()
@@ -41,7 +46,8 @@ def losses_by_hand(model, images):
             gates = (x.float().flatten(0, 1) @ weight.float().T).softmax(1)
         fraction = F.one_hot(gates.argmax(1), len(weight)).float().mean(0)
         total = total + 0.01 * len(weight) * (fraction * gates.mean(0)).sum()
-    # What a training loop does with the package's own number, so that the optimizer does not complain:
+    # What a training loop does with the package's own number, so that the optimizer does not
+    # complain:
     timm_moe.auxiliary_loss(model)
     return outputs, total
 

@@ -1,7 +1,7 @@
 """Pictures of a report for the documentation: python tests/screenshots.py PAGE FOLDER [NAME] [SECTION]
 
-Of a section of the page, the routing by default, as wide as a desk's screen and as a phone's. Needs Chromium, its
-driver and selenium.
+Of a section of the page, the routing by default, as wide as a desk's screen and as a phone's. Needs
+Chromium, its driver and selenium.
 """
 
 import shutil
@@ -20,7 +20,9 @@ def main(page: Path, folder: Path, report: str = "report", section: str = "routi
     options.binary_location = shutil.which("chromium") or shutil.which("google-chrome")
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     for name, (width, height) in SIZES.items():
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -28,7 +30,9 @@ def main(page: Path, folder: Path, report: str = "report", section: str = "routi
         driver.execute_async_script("window.drawn.then(() => arguments[0]())")
         driver.execute_script(f"document.getElementById('{section}').scrollIntoView()")
         picture = Image.open(BytesIO(driver.get_screenshot_as_png())).convert("RGB")
-        picture.quantize(256, Image.Quantize.FASTOCTREE).save(folder / f"{report}_{name}.png", optimize=True)
+        picture.quantize(256, Image.Quantize.FASTOCTREE).save(
+            folder / f"{report}_{name}.png", optimize=True
+        )
     driver.quit()
 
 

@@ -21,7 +21,8 @@ def windows_of(layer, shifted):
     for top in range(shift, grid + shift, n):
         for left in range(shift, grid + shift, n):
             rows, columns = torch.arange(top, top + n), torch.arange(left, left + n)
-            yield rows % grid, columns % grid, (rows >= grid)[:, None] * 2 + (columns >= grid)  # those that came round
+            # Those that came round.
+            yield rows % grid, columns % grid, (rows >= grid)[:, None] * 2 + (columns >= grid)
 
 
 def coordinates(window):
@@ -42,7 +43,10 @@ def whole_model(num_experts=0, cosine=False, fc2_bias=False, seed=0):
         return {f"{name}.weight": 1 + random(width), f"{name}.bias": random(width)}
 
     rest, experts = (
-        {"patch_embed.proj.weight": random(WIDTH, 3, PATCH, PATCH), "patch_embed.proj.bias": random(WIDTH)},
+        {
+            "patch_embed.proj.weight": random(WIDTH, 3, PATCH, PATCH),
+            "patch_embed.proj.bias": random(WIDTH),
+        },
         {},
     )
     rest |= norm("patch_embed.norm", WIDTH)
@@ -52,17 +56,26 @@ def whole_model(num_experts=0, cosine=False, fc2_bias=False, seed=0):
             block = f"layers.{layer}.blocks.{number}"
             rest |= norm(f"{block}.norm1", dim) | norm(f"{block}.norm2", dim)
             for name, shape in {"qkv": (3 * dim, dim), "proj": (dim, dim)}.items():
-                rest |= {f"{block}.attn.{name}.weight": random(*shape), f"{block}.attn.{name}.bias": random(shape[0])}
+                rest |= {
+                    f"{block}.attn.{name}.weight": random(*shape),
+                    f"{block}.attn.{name}.bias": random(shape[0]),
+                }
             rest |= {
                 f"{block}.attn.cpb_mlp.0.weight": random(512, 2),
                 f"{block}.attn.cpb_mlp.0.bias": random(512),
                 f"{block}.attn.cpb_mlp.2.weight": random(HEADS[layer], 512) * 5,
                 f"{block}.attn.relative_coords_table": coordinates(window)[None],
-                f"{block}.attn.relative_position_index": torch.zeros(window**2, window**2, dtype=torch.long),
+                f"{block}.attn.relative_position_index": torch.zeros(
+                    window**2, window**2, dtype=torch.long
+                ),
             }
             if number % 2 and window < GRIDS[layer]:
-                regions = torch.stack([region.flatten() for _, _, region in windows_of(layer, True)])
-                rest[f"{block}.attn_mask"] = torch.where(regions[:, None] == regions[:, :, None], 0.0, -100.0)
+                regions = torch.stack(
+                    [region.flatten() for _, _, region in windows_of(layer, True)]
+                )
+                rest[f"{block}.attn_mask"] = torch.where(
+                    regions[:, None] == regions[:, :, None], 0.0, -100.0
+                )
             if num_experts and (layer, number) in MOE_BLOCKS:
                 gate = f"{block}.mlp._moe_layer.gates.0."
                 if cosine:
@@ -78,7 +91,10 @@ def whole_model(num_experts=0, cosine=False, fc2_bias=False, seed=0):
                     "fc2_w": random(num_experts, 4 * dim, dim),
                 }
             else:
-                rest |= {f"{block}.mlp.fc1.weight": random(4 * dim, dim), f"{block}.mlp.fc1.bias": random(4 * dim)}
+                rest |= {
+                    f"{block}.mlp.fc1.weight": random(4 * dim, dim),
+                    f"{block}.mlp.fc1.bias": random(4 * dim),
+                }
                 rest[f"{block}.mlp.fc2.weight"] = random(dim, 4 * dim)
                 if fc2_bias:
                     rest[f"{block}.mlp.fc2.bias"] = random(dim)
@@ -98,12 +114,18 @@ def files_of(rest, experts, ranks):
         num_experts, hidden, dim = whole["fc1_w"].shape
         cut = max(1, ranks // num_experts)
         for rank, part in enumerate(parts):
-            mine = slice(rank * num_experts // ranks, max(1, num_experts // ranks) + rank * num_experts // ranks)
+            mine = slice(
+                rank * num_experts // ranks,
+                max(1, num_experts // ranks) + rank * num_experts // ranks,
+            )
             units = slice(rank % cut * hidden // cut, (rank % cut + 1) * hidden // cut)
             part[f"{name}fc1_w"] = whole["fc1_w"][mine, units].clone()
             part[f"{name}fc2_w"] = whole["fc2_w"][mine, units].clone()
             part[f"{name}fc1_bias"] = whole["fc1_bias"][mine, None, units].clone()
-        master[f"{name}fc2_bias"] = torch.zeros(max(1, num_experts // ranks), 1, dim // cut, dtype=DOUBLE)  # frozen
+        # frozen.
+        master[f"{name}fc2_bias"] = torch.zeros(
+            max(1, num_experts // ranks), 1, dim // cut, dtype=DOUBLE
+        )
         master[f"{block}.mlp._moe_layer._num_global_experts"] = torch.tensor(num_experts)
     return master, parts
 

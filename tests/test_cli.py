@@ -47,7 +47,15 @@ def test_info(capsys):
 def test_info_takes_options(capsys):
     assert (
         main(
-            ["info", "vit_small_ewa_moe", "--num-classes", "10", "--model-kwargs", "num_experts=8", "moe_layers=last-2"]
+            [
+                "info",
+                "vit_small_ewa_moe",
+                "--num-classes",
+                "10",
+                "--model-kwargs",
+                "num_experts=8",
+                "moe_layers=last-2",
+            ]
         )
         == 0
     )
@@ -68,7 +76,10 @@ def test_info_of_routed_experts(capsys):
     assert "32 in each of 2 layers, the model has 12 blocks, a token takes 2" in out
     assert "parameters, training   379,407,592" in out
     # ViT-B/16 and, in 2 layers, 1 more expert of 2DH + H + D and a router of 32 x 768
-    assert f"parameters, activated  {86_567_656 + 2 * (2 * 768 * 3072 + 3072 + 768 + 32 * 768):,} per token" in out
+    assert (
+        f"parameters, activated  {86_567_656 + 2 * (2 * 768 * 3072 + 3072 + 768 + 32 * 768):,} per "
+        "token" in out
+    )
     assert "exported" not in out
     macs = 2 * 197 * (2 * 768 * 3072 + 32 * 768) / 1e9  # of these on top of ViT-B/16's
     main(["info", "vit_base_ewa_moe"])
@@ -80,16 +91,31 @@ def test_info_of_routed_experts(capsys):
 def test_export_of_routed_experts_says_that_it_is_another_model(tmp_path, capsys):
     model = timm.create_model("vit_tiny_moe", **SMALL_VIT)
     save_file(model.state_dict(), tmp_path / "moe.safetensors")
-    arguments = ["export", str(tmp_path / "moe.safetensors"), str(tmp_path / "vit"), "--model", "vit_tiny_moe"]
+    arguments = [
+        "export",
+        str(tmp_path / "moe.safetensors"),
+        str(tmp_path / "vit"),
+        "--model",
+        "vit_tiny_moe",
+    ]
     assert main([*arguments, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]) == 0
     out = capsys.readouterr().out
     assert "equal the outputs of the dense network made of the experts." in out
-    assert "It is not the model that was trained: validate it, or train it further, before you use it." in out
+    assert (
+        "It is not the model that was trained: validate it, or train it further, before you use it."
+        in out
+    )
 
 
 def test_export(ewa_vit, tmp_path, capsys):
     save_file(ewa_vit.state_dict(), tmp_path / "moe.safetensors")
-    arguments = ["export", str(tmp_path / "moe.safetensors"), str(tmp_path / "vit"), "--model", "vit_tiny_ewa_moe"]
+    arguments = [
+        "export",
+        str(tmp_path / "moe.safetensors"),
+        str(tmp_path / "vit"),
+        "--model",
+        "vit_tiny_ewa_moe",
+    ]
     assert main([*arguments, "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]) == 0
     out = capsys.readouterr().out
     assert "Exported vit_tiny_patch16_224 with" in out
@@ -100,7 +126,10 @@ def test_export(ewa_vit, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=odd"], "moe_layers must be 'every-n'"),
+        (
+            ["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=odd"],
+            "moe_layers must be 'every-n'",
+        ),
         (
             ["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=1,12"],
             "names block 12, but the model has blocks 0 to 11",
@@ -109,7 +138,10 @@ def test_export(ewa_vit, tmp_path, capsys):
             ["info", "vit_small_ewa_moe", "--model-kwargs", "num_experts=0"],
             "num_experts must be an integer of at least 1",
         ),
-        (["info", "vit_small_ewa_moe", "--model-kwargs", "share_rate=0.9"], "share_rate must lie between 0 and"),
+        (
+            ["info", "vit_small_ewa_moe", "--model-kwargs", "share_rate=0.9"],
+            "share_rate must lie between 0 and",
+        ),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "nonsense=1"], "nonsense"),
         (["info", "vit_small_patch16_224"], "has no expert layers"),
         (["info", "no_such_model"], "Unknown model (no_such_model)"),
@@ -117,9 +149,18 @@ def test_export(ewa_vit, tmp_path, capsys):
         (["export", "user/name", "out"], "a repository on the Hub is written hf-hub:user/name"),
         (["export", "missing.pth", "../out/name"], "missing.pth is neither a file nor a folder"),
         (["list", "small"], "No model of timm_moe matches 'small'"),
-        (["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=1.5"], "moe_layers must be 'every-n'"),
-        (["info", "vit_small_ewa_moe", "--model-kwargs", "share_schedule=[1]"], "share_schedule must be one of"),
-        (["info", "vit_small_ewa_moe", "--model-kwargs", "share_rate=high"], "share_rate must lie between 0 and"),
+        (
+            ["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=1.5"],
+            "moe_layers must be 'every-n'",
+        ),
+        (
+            ["info", "vit_small_ewa_moe", "--model-kwargs", "share_schedule=[1]"],
+            "share_schedule must be one of",
+        ),
+        (
+            ["info", "vit_small_ewa_moe", "--model-kwargs", "share_rate=high"],
+            "share_rate must lie between 0 and",
+        ),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "num_heads=7"], "num_heads"),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "patch_size=0"], "zero"),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "act_layer=nonsense"], "nonsense"),
@@ -159,13 +200,18 @@ def test_usage_errors(capsys, arguments):
         (["evaluate", "moe", "--data-dir", "images", "--json", ""], "--json"),
         (["evaluate", "moe", "--data-dir", "images", "--ood-split", "test"], "--ood-split"),
         (["evaluate", "a.pth", "--data-dir", "images", "--json", "a.pth", "--overwrite"], "a.pth"),
-        (["evaluate", "moe", "--data-dir", "images", "--json", "moe/config.json", "--overwrite"], "moe"),
+        (
+            ["evaluate", "moe", "--data-dir", "images", "--json", "moe/config.json", "--overwrite"],
+            "moe",
+        ),
         (["routes", "moe", "out", "--data-dir", "images", "--threshold", "nan"], "--threshold"),
         (["export", "a.pth", ""], "empty"),
         (["export", "moe", "moe", "--overwrite"], "moe"),
     ],
 )
-def test_no_option_is_dropped_and_nothing_that_is_read_is_replaced(tmp_path, monkeypatch, capsys, arguments, named):
+def test_no_option_is_dropped_and_nothing_that_is_read_is_replaced(
+    tmp_path, monkeypatch, capsys, arguments, named
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images/validation/a").mkdir(parents=True)
     (tmp_path / "moe").mkdir()
@@ -173,7 +219,11 @@ def test_no_option_is_dropped_and_nothing_that_is_read_is_replaced(tmp_path, mon
         (tmp_path / file).write_text("what is read")
     assert main(arguments) == 1
     assert named in capsys.readouterr().err.splitlines()[-1]
-    assert (tmp_path / "a.pth").read_text() == (tmp_path / "moe/config.json").read_text() == "what is read"
+    assert (
+        (tmp_path / "a.pth").read_text()
+        == (tmp_path / "moe/config.json").read_text()
+        == "what is read"
+    )
 
 
 def test_the_version(capsys):
@@ -199,4 +249,7 @@ def test_demo(tmp_path, capsys):
     assert "500 of 500 predictions are the same, largest difference of an output 0" in out
     assert "parameters after export            136,138       136,138" in out
     assert (tmp_path / "demo/training.png").stat().st_size > 10_000
-    assert sorted(path.name for path in (tmp_path / "demo/exported").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "demo/exported").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]

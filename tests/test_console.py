@@ -15,13 +15,22 @@ from safetensors.torch import save_file
 from timm_moe.console import PrintableFormatter, describe, printable, show
 from timm_moe_cli import main
 
-#: Mathematics for matplotlib, a colour and a second line for a terminal, bytes that are no UTF-8, markup, a surprise.
-NAMES = [b"$x_$", b"a\x1b[31m\nfalse: 100%", b"\xff\xfe", b"</script><b>", "\u202egpj.\u00e9".encode()]
+#: Mathematics for matplotlib, a colour and a second line for a terminal, bytes that are no UTF-8,
+#: markup, a surprise.
+NAMES = [
+    b"$x_$",
+    b"a\x1b[31m\nfalse: 100%",
+    b"\xff\xfe",
+    b"</script><b>",
+    "\u202egpj.\u00e9".encode(),
+]
 
 
 @pytest.fixture(scope="module")
 def splits(tmp_path_factory):
-    folder = write_images(tmp_path_factory.mktemp("data"), {"val": 2}, [f"class{number}" for number in range(4)])
+    folder = write_images(
+        tmp_path_factory.mktemp("data"), {"val": 2}, [f"class{number}" for number in range(4)]
+    )
     for number, name in enumerate(NAMES[:3]):
         (folder / "val" / f"class{number}").rename(folder / "val" / os.fsdecode(name))
     return folder

@@ -46,7 +46,9 @@ def volume(tmp_path, monkeypatch):
 
     def guarded(rename):
         def move(source, target, **options):
-            if Path(source).absolute().is_relative_to(folder) != Path(target).absolute().is_relative_to(folder):
+            if Path(source).absolute().is_relative_to(folder) != Path(
+                target
+            ).absolute().is_relative_to(folder):
                 raise OSError(errno.EXDEV, "Invalid cross-device link")
             return rename(source, target, **options)
 
@@ -91,7 +93,11 @@ def test_an_export_into_a_real_mount_point(tmp_path):
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"Nothing can be mounted here: {error}")
     code = MOUNTED.replace("{options}", repr(SMALL_VIT))
-    done = subprocess.run([*unshare, sys.executable, "-c", code, str(tmp_path / "try")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*unshare, sys.executable, "-c", code, str(tmp_path / "try")],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -101,8 +107,12 @@ def test_a_folder_where_a_file_must_be_written_is_told_first(ewa_vit, tmp_path, 
     (tmp_path / "vit" / name).unlink()
     (tmp_path / "vit" / name).mkdir()
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    monkeypatch.setattr(timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("A model was run."))
-    with pytest.raises(IsADirectoryError, match=f"{name} is a folder, where a file must be written"):
+    monkeypatch.setattr(
+        timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("A model was run.")
+    )
+    with pytest.raises(
+        IsADirectoryError, match=f"{name} is a folder, where a file must be written"
+    ):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit", overwrite=True)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
@@ -110,7 +120,9 @@ def test_a_folder_where_a_file_must_be_written_is_told_first(ewa_vit, tmp_path, 
 # --- names of outputs
 
 
-@pytest.mark.parametrize("output", ["out", "out/", "./out", "sub/../out", ".", "link", "link/", "linked", "a/../b"])
+@pytest.mark.parametrize(
+    "output", ["out", "out/", "./out", "sub/../out", ".", "link", "link/", "linked", "a/../b"]
+)
 def test_ways_to_name_a_folder(tmp_path, monkeypatch, output):
     (tmp_path / "here/sub").mkdir(parents=True)
     (tmp_path / "here/elsewhere").mkdir()
@@ -139,14 +151,25 @@ def test_outputs_that_nothing_can_be_written_to(tmp_path):
     (tmp_path / "gone").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("pipe", "pipe or a device"), ("folder", "is a folder"), ("gone", "link"), ("loop", "link")):
+    for name, message in (
+        ("pipe", "pipe or a device"),
+        ("folder", "is a folder"),
+        ("gone", "link"),
+        ("loop", "link"),
+    ):
         with pytest.raises(OSError, match=message):
             check_writable(tmp_path / name, overwrite=True)
-    for name, message in (("file", "is a file"), ("gone", "broken symbolic link: remove it"), ("loop", "link")):
+    for name, message in (
+        ("file", "is a file"),
+        ("gone", "broken symbolic link: remove it"),
+        ("loop", "link"),
+    ):
         with pytest.raises(OSError, match=message):
             check_folder(tmp_path / name, NAMES)
     for check in (check_writable, lambda file: check_folder(file, NAMES)):
-        with pytest.raises(NotADirectoryError, match=r"file is a file, so .*file/a/b cannot be made in it"):
+        with pytest.raises(
+            NotADirectoryError, match=r"file is a file, so .*file/a/b cannot be made in it"
+        ):
             check(tmp_path / "file/a/b")
 
 
@@ -158,7 +181,9 @@ def test_a_folder_that_the_user_must_not_write_to(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
     for check in (check_writable, lambda file: check_folder(file, NAMES)):
-        with pytest.raises(PermissionError, match=r"^\S*/a/b could not be written: Permission denied\.$"):
+        with pytest.raises(
+            PermissionError, match=r"^\S*/a/b could not be written: Permission denied\.$"
+        ):
             check(tmp_path / "a/b")
     assert not list(tmp_path.iterdir())
 
@@ -229,7 +254,9 @@ def test_racing_processes_never_mix_what_belongs_together(tmp_path, new):
         write_pair(target, "before")
     context = multiprocessing.get_context("fork")
     begin, stop, seen = context.Event(), context.Event(), context.Array("i", [0, 0])
-    writers = [context.Process(target=race, args=(target, str(n), begin), daemon=True) for n in range(6)]
+    writers = [
+        context.Process(target=race, args=(target, str(n), begin), daemon=True) for n in range(6)
+    ]
     watcher = context.Process(target=watch, args=(target, begin, stop, seen), daemon=True)
     for process in (*writers, watcher):
         process.start()
@@ -248,7 +275,10 @@ def test_racing_processes_never_mix_what_belongs_together(tmp_path, new):
 
 
 def test_the_second_export_is_refused_in_a_sentence(ewa_vit, tmp_path):
-    with staged(tmp_path / "vit"), pytest.raises(BlockingIOError, match=r"Another process is writing \S*vit: wait"):
+    with (
+        staged(tmp_path / "vit"),
+        pytest.raises(BlockingIOError, match=r"Another process is writing \S*vit: wait"),
+    ):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     with staged(tmp_path / "other"):  # does not stand in the way
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
@@ -279,7 +309,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", unsupported)
     for text in ("old", "new"):
         write_pair(tmp_path / "out", text)
-    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(NAMES, "new")
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
+        NAMES, "new"
+    )
 
 
 # --- what killed processes leave
@@ -309,7 +341,10 @@ def test_leftovers_are_removed_by_the_next_run(tmp_path):
 def test_a_killed_export_leaves_nothing_to_the_next(tmp_path, ewa_vit):
     for overwrite in (False, True):
         kill_within(staged(tmp_path / "vit"))
-        assert sorted(path.name for path in tmp_path.glob(".*")) == [".vit.timm_moe.lock", ".vit.timm_moe.partial"]
+        assert sorted(path.name for path in tmp_path.glob(".*")) == [
+            ".vit.timm_moe.lock",
+            ".vit.timm_moe.partial",
+        ]
         timm_moe.export_dense(ewa_vit, tmp_path / "vit", overwrite=overwrite)
         assert os.listdir(tmp_path) == ["vit"]
         assert sorted(os.listdir(tmp_path / "vit")) == ["config.json", "model.safetensors"]
@@ -325,7 +360,8 @@ def test_what_safetensors_leaves_stands_in_the_hidden_folder(tmp_path, monkeypat
     """It writes to a temporary name of its own, beside the one it is given."""
     seen = []
     monkeypatch.setattr(
-        "timm_moe.checkpoints.vmoe.save_file", lambda tensors, file, metadata: seen.append(Path(file).parent)
+        "timm_moe.checkpoints.vmoe.save_file",
+        lambda tensors, file, metadata: seen.append(Path(file).parent),
     )
     import_checkpoint(DATA / "vmoe/vmoe_tiny", tmp_path / "a.safetensors")
     assert seen == [tmp_path / ".a.safetensors.timm_moe.partial"]
@@ -333,7 +369,9 @@ def test_what_safetensors_leaves_stands_in_the_hidden_folder(tmp_path, monkeypat
 
 def test_results_of_any_type_are_written(tmp_path):
     """An option of a model may be what JSON has no word for."""
-    write_json(tmp_path / "a.json", {"kwargs": {"a": {1}, "b": 1j, "c": tmp_path}, "value": float("nan")})
+    write_json(
+        tmp_path / "a.json", {"kwargs": {"a": {1}, "b": 1j, "c": tmp_path}, "value": float("nan")}
+    )
     written = json.loads((tmp_path / "a.json").read_text())
     assert written["kwargs"] == {"a": "{1}", "b": "1j", "c": str(tmp_path)}
     assert written["value"] is None

@@ -31,9 +31,10 @@ STARTS = {
     "a new process": ('run_new([sys.executable, "-c", {waits!r}])', 1),
     "a forked process": ("run_code({waits!r}, modules=())", 1),
     "torchrun": (
-        'run_new([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", {file!r}])', 2
+        'run_new([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", {file!r}])',
+        2,
     ),
-}  # fmt: skip
+}
 
 
 def is_running(pid):
@@ -71,7 +72,8 @@ def test_processes_end_with_an_interrupted_test(kind, started, tmp_path):
     test = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: len(os.listdir(started)) == number)
-        test.send_signal(signal.SIGINT)  # an exception in the middle of its wait, as from a time limit
+        # An exception in the middle of its wait, as from a time limit.
+        test.send_signal(signal.SIGINT)
         assert test.wait(60) != 0
     finally:
         test.kill()
@@ -103,7 +105,11 @@ def test_a_time_limit_ends_a_test_that_waits_for_a_process(started, tmp_path):
         os.devnull,
         str(tmp_path),
     ]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Timeout (>1.0s)" in done.stdout

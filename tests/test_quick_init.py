@@ -39,7 +39,9 @@ def test_few_numbers_are_drawn_and_they_are_what_was_asked_for():
 
 
 def test_routers_that_a_dense_checkpoint_lacks_are_drawn(tmp_path):
-    spec = ModelSpec(name="vit_tiny_moe", kwargs={**SMALL_VIT, "embed_dim": 192, "num_experts": 128})
+    spec = ModelSpec(
+        name="vit_tiny_moe", kwargs={**SMALL_VIT, "embed_dim": 192, "num_experts": 128}
+    )
     dense = timm.create_model("vit_tiny_patch16_224", **{**SMALL_VIT, "embed_dim": 192})
     torch.save({"state_dict": dense.state_dict()}, tmp_path / "dense.pth")
     model = load_source(tmp_path / "dense.pth", spec)
@@ -68,5 +70,9 @@ def test_a_model_without_weights_is_made_without_the_work_of_truncated_normals()
     assert "empty" in operators.names
     assert operators.names.isdisjoint({"erfinv_", "mul_", "add_", "clamp_"})
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
-    assert {name: (tensor.shape, tensor.dtype) for name, tensor in weightless.state_dict().items()} == shapes
-    assert all(parameter.is_meta and parameter.requires_grad for parameter in weightless.parameters())
+    assert {
+        name: (tensor.shape, tensor.dtype) for name, tensor in weightless.state_dict().items()
+    } == shapes
+    assert all(
+        parameter.is_meta and parameter.requires_grad for parameter in weightless.parameters()
+    )

@@ -2,8 +2,9 @@
 
     python tests/timm_models.py [--models PATTERN ...] [pytest's options]
 
-The tests are from the source distribution of the installed timm, which pip fetches once into ``.timm-tests``. The
-environment variable TIMM_TESTS may name an unpacked one instead. See docs/compatibility.md.
+The tests are from the source distribution of the installed timm, which pip fetches once into
+``.timm-tests``. The environment variable TIMM_TESTS may name an unpacked one instead. See
+docs/compatibility.md.
 """
 
 import argparse
@@ -28,14 +29,26 @@ VITS = ("vmoe_", "vimoe_", "widenet_", "ones_", "t2t_")
 #: Skipped tests: test, models, reason.
 EXCLUDED = (
     ("test_model_*_pretrained", "*", "needs the weights of every tag from the Hub"),
-    ("test_model_inference", "*", "needs files that timm keeps on the Hub under a model's own name"),
+    (
+        "test_model_inference",
+        "*",
+        "needs files that timm keeps on the Hub under a model's own name",
+    ),
     ("test_model_forward*_torchscript", "*moe*", "expert layers have no TorchScript form"),
     ("test_model_forward*_torchscript", "widenet_*", "expert layers have no TorchScript form"),
     ("test_model_forward*_torchscript", "t2t_*", "its windows have no TorchScript form"),
     ("test_model_backward*", "t2t_*", "its positions are fixed, so they get no gradient"),
-    ("test_model_backward*", "swin_moe_*", "the biases of its last layers are zero for good, so they get no gradient"),
+    (
+        "test_model_backward*",
+        "swin_moe_*",
+        "the biases of its last layers are zero for good, so they get no gradient",
+    ),
     ("test_model_default_cfgs_non_std", "t2t_*", "it has no first convolution"),
-    ("test_model_default_cfgs*", "*_pbe_*", "its outputs are float32: the mean of members is not rounded to bfloat16"),
+    (
+        "test_model_default_cfgs*",
+        "*_pbe_*",
+        "its outputs are float32: the mean of members is not rounded to bfloat16",
+    ),
 )
 
 
@@ -48,7 +61,16 @@ def sources() -> Path:
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as download:
             print(f"Fetching the source distribution of timm {timm.__version__} ...", flush=True)
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--no-binary",
+                ":all:",
+            ]
             subprocess.run([*pip, "--dest", download, f"timm=={timm.__version__}"], check=True)
             shutil.unpack_archive(next(Path(download).glob("*.tar.gz")), download)
             (Path(download) / folder.name).rename(folder)
@@ -63,7 +85,9 @@ class TheseModels:
         self.listed: set[str] = set()
         self.all_models = timm.list_models
 
-    def list_models(self, filter="", module="", pretrained=False, exclude_filters="", **options) -> list[str]:
+    def list_models(
+        self, filter="", module="", pretrained=False, exclude_filters="", **options
+    ) -> list[str]:
         """List like timm, but ignore ``module``: all models here have what timm's tests select modules for."""
         names = [
             name
@@ -84,7 +108,9 @@ class TheseModels:
         with mock.patch("timm.list_models", self.list_models), list_pretrained:
             return (yield)
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Leave out tests of single stock models and skip the excluded ones."""
         of_these = [item for item in items if _model_name(item) in self.listed]
         config.hook.pytest_deselected(items=[item for item in items if item not in of_these])
@@ -106,16 +132,24 @@ def _model_name(item: pytest.Item) -> str | None:
 def _matches(name: str, patterns: str | Iterable[str]) -> bool:
     """Return whether a pattern matches a name, or the name that timm would give to such a model."""
     architecture = name.partition(".")[0]
-    stock = f"vit_{architecture}" if architecture.startswith(VITS) else architecture.removesuffix("_ewa_moe")
+    stock = (
+        f"vit_{architecture}"
+        if architecture.startswith(VITS)
+        else architecture.removesuffix("_ewa_moe")
+    )
     patterns = [patterns] if isinstance(patterns, str) else patterns
     return any(fnmatch(name, pattern) for pattern in patterns for name in (architecture, stock))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--models", nargs="+", default=["*"], metavar="PATTERN", help="names, with wildcards")
+    parser.add_argument(
+        "--models", nargs="+", default=["*"], metavar="PATTERN", help="names, with wildcards"
+    )
     options, pytest_options = parser.parse_known_args()
     folder = sources()
     print(f"timm {timm.__version__}, tests of {folder}")

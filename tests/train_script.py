@@ -34,17 +34,34 @@ def script(name, folder, *arguments, launcher=(), autoload="1", **env):
 def train(folder, images, *arguments, epochs=2, **env):
     """Run train.py; of an option that is there twice, the last one counts."""
     return script(
-        "train.py", folder,
+        "train.py",
+        folder,
         *("--data-dir", images, "--val-split", "test", "--epochs", epochs, "--warmup-epochs", 0),
-        *("-b", 12, "-j", WORKERS, "--device", "cpu", "--opt", "adamw", "--lr", "2e-3", "--log-interval", 1),
-        *arguments, **env,
-    )  # fmt: skip
+        *(
+            "-b",
+            12,
+            "-j",
+            WORKERS,
+            "--device",
+            "cpu",
+            "--opt",
+            "adamw",
+            "--lr",
+            "2e-3",
+            "--log-interval",
+            1,
+        ),
+        *arguments,
+        **env,
+    )
 
 
 def validate(folder, images, *arguments, **env):
     """Run validate.py and return its top-1 accuracy as it is printed."""
     data = ("--data-dir", images, "--split", "test", "-b", 12, "-j", WORKERS, "--device", "cpu")
-    return re.findall(r"\* Acc@1 ([\d.]+)", script("validate.py", folder, *data, *arguments, **env))[-1]
+    return re.findall(
+        r"\* Acc@1 ([\d.]+)", script("validate.py", folder, *data, *arguments, **env)
+    )[-1]
 
 
 def summary(folder):

@@ -31,12 +31,17 @@ class Counts:
     def pytest_terminal_summary(self, terminalreporter):
         number = {name: len(reports) for name, reports in terminalreporter.stats.items()}
         failed = number.get("failed", 0) + number.get("error", 0)
-        self.cells = [str(count) for count in (number.get("passed", 0), failed, number.get("skipped", 0))]
+        self.cells = [
+            str(count) for count in (number.get("passed", 0), failed, number.get("skipped", 0))
+        ]
 
 
 def installed():
     """List the versions of Python and the libraries, without the name of a build as in 2.8.0+cpu."""
-    return [".".join(map(str, sys.version_info[:3])), *(version(name).partition("+")[0] for name in LIBRARIES)]
+    return [
+        ".".join(map(str, sys.version_info[:3])),
+        *(version(name).partition("+")[0] for name in LIBRARIES),
+    ]
 
 
 def rows(page):
@@ -47,7 +52,10 @@ def rows(page):
 def with_row(page, row):
     """Replace the row of the same versions on a page, or add it; the newest torch comes last."""
     known = {tuple(old[: 1 + len(LIBRARIES)]): old for old in [*rows(page), row]}
-    in_order = sorted(known.values(), key=lambda cells: [[*map(int, re.findall(r"\d+", cell))] for cell in cells[1:3]])
+    in_order = sorted(
+        known.values(),
+        key=lambda cells: [[*map(int, re.findall(r"\d+", cell))] for cell in cells[1:3]],
+    )
     return HEAD + "".join(f"| {' | '.join(cells)} |\n" for cells in in_order)
 
 

@@ -10,8 +10,21 @@ from .registration import models
 # isort: split
 # What is above checks the version of timm.
 from . import callbacks
-from .callbacks import ExpertWeightAveraging, RoutingSummary, auxiliary_loss, average_experts_, routing_summary
-from .convert import RouterSpec, convert_to_moe, expert_parameters, moe_layers, register_router, to_dense
+from .callbacks import (
+    ExpertWeightAveraging,
+    RoutingSummary,
+    auxiliary_loss,
+    average_experts_,
+    routing_summary,
+)
+from .convert import (
+    RouterSpec,
+    convert_to_moe,
+    expert_parameters,
+    moe_layers,
+    register_router,
+    to_dense,
+)
 from .layers import MemberLoss
 from .training import expert_placement, parallelize_experts
 from .version import __version__
@@ -44,8 +57,13 @@ __all__ = [
 ]
 
 
-# What a training run does not need is imported at first use: every process that imports timm imports this package.
+# What a training run does not need is imported at first use: every process that imports timm
+# imports this package.
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(".checkpoints", __name__) if name == "checkpoints" else getattr(callbacks, name)
+    return (
+        import_module(".checkpoints", __name__)
+        if name == "checkpoints"
+        else getattr(callbacks, name)
+    )

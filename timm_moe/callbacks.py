@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 
-# What comes after a run is imported at first use: every process that imports timm imports this package.
+# What comes after a run is imported at first use: every process that imports timm imports this
+# package.
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,7 +37,12 @@ from .export.export import export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_apart, check_folder, check_writable, write_json
 from .model_config import get_pretrained_cfg, preprocessing
-from .models.registered import is_named_after_stock, is_registered_here, registered_models, registrar
+from .models.registered import (
+    is_named_after_stock,
+    is_registered_here,
+    registered_models,
+    registrar,
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,26 +77,49 @@ def _export(args: argparse.Namespace) -> None:
     options = _model_options(args, "use_ema", "overwrite", "allow_nonfinite")
     if args.moe:
         path = export_moe(args.source, args.output_dir, **options)
-        show(f"Wrote the expert model to {path}, and checked that timm with this package loads it bit for bit.")
+        show(
+            f"Wrote the expert model to {path}, and checked that timm with this package loads it "
+            "bit for bit."
+        )
     else:
         result = export_dense(
-            args.source, args.output_dir, args.method or "average", svd_ratio=args.svd_ratio, **options
+            args.source,
+            args.output_dir,
+            args.method or "average",
+            svd_ratio=args.svd_ratio,
+            **options,
         )
         path = result.path
         show(f"Exported {result.architecture} with {result.parameters:,} parameters to {path}.")
         difference = result.largest_difference
         compared = f"differ by at most {difference:.3g} from" if difference else "equal"
-        source = "the source model's" if result.exact else "the outputs of the dense network made of the experts"
+        source = (
+            "the source model's"
+            if result.exact
+            else "the outputs of the dense network made of the experts"
+        )
         module = registrar(result.architecture)
         loader = "stock timm" if module is None else f"timm with {module.partition('.')[0]}"
         show(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
         if not result.exact:
-            show("It is not the model that was trained: validate it, or train it further, before you use it.")
+            show(
+                "It is not the model that was trained: validate it, or train it further, before "
+                "you use it."
+            )
     show(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
 
 
 def _push(args: argparse.Namespace) -> None:
-    names = ("private", "revision", "create_pr", "dry_run", "license", "dataset", "metrics", "use_ema")
+    names = (
+        "private",
+        "revision",
+        "create_pr",
+        "dry_run",
+        "license",
+        "dataset",
+        "metrics",
+        "use_ema",
+    )
     options = _model_options(args, *names)
     if args.moe:
         pushed = push_moe(args.source, args.repo_id, **options)
@@ -99,13 +127,23 @@ def _push(args: argparse.Namespace) -> None:
         pushed = push_folder(args.source, args.repo_id, **options)
     else:
         method = args.method or "average"
-        pushed = push_dense(args.source, args.repo_id, method=method, svd_ratio=args.svd_ratio, **options)
+        pushed = push_dense(
+            args.source, args.repo_id, method=method, svd_ratio=args.svd_ratio, **options
+        )
     show("Checked: timm loads the model, bit for bit.")
     files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
     if args.dry_run:
-        show(f"Dry run; a push would upload to {pushed.repo_url}:", *files, "", *pushed.card.splitlines())
+        show(
+            f"Dry run; a push would upload to {pushed.repo_url}:",
+            *files,
+            "",
+            *pushed.card.splitlines(),
+        )
     elif pushed.url is None:
-        show(f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was uploaded.")
+        show(
+            f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was "
+            "uploaded."
+        )
     else:
         show(f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url)
     show(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
@@ -114,17 +152,30 @@ def _push(args: argparse.Namespace) -> None:
 def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return options by name, and those that say which model is read and how its classes are called."""
     if args.moe and (args.method is not None or args.svd_ratio is not None):
-        raise ValueError("--moe takes the expert model itself, so --method and --svd-ratio have no place beside it.")
+        raise ValueError(
+            "--moe takes the expert model itself, so --method and --svd-ratio have no place beside "
+            "it."
+        )
     if args.class_map and args.data_dir is None:
         raise ValueError("--class-map numbers the folders of --data-dir: name that too.")
-    labels = None if args.data_dir is None else class_names(image_folder(args.data_dir, args.split, args.class_map))
-    return {**{name: getattr(args, name) for name in names}, "spec": _spec(args), "label_names": labels}
+    labels = (
+        None
+        if args.data_dir is None
+        else class_names(image_folder(args.data_dir, args.split, args.class_map))
+    )
+    return {
+        **{name: getattr(args, name) for name in names},
+        "spec": _spec(args),
+        "label_names": labels,
+    }
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:
     names = ("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
     stated = {name: value for name in names if (value := getattr(args, name)) not in (None, "")}
-    images = {name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()}
+    images = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()
+    }
     return ModelSpec(args.model, args.num_classes, args.model_kwargs, images)
 
 
@@ -148,7 +199,13 @@ def _evaluate(args: argparse.Namespace) -> None:
 def _fewshot(args: argparse.Namespace) -> None:
     _check_json(args)
     folders = [
-        Folder(folder, *(image_folder(folder, split, args.class_map) for split in (args.train_split, args.split)))
+        Folder(
+            folder,
+            *(
+                image_folder(folder, split, args.class_map)
+                for split in (args.train_split, args.split)
+            ),
+        )
         for folder in args.data_dir
     ]
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
@@ -157,7 +214,9 @@ def _fewshot(args: argparse.Namespace) -> None:
 
 
 def _benefits(args: argparse.Namespace) -> None:
-    accuracies = {role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")}
+    accuracies = {
+        role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")
+    }
     kept = benefits_kept(**accuracies)
     for role, accuracy in accuracies.items():
         show(f"  {role:<8} top-1 {accuracy:7.2%}")
@@ -172,7 +231,9 @@ def _accuracy(source: str, args: argparse.Namespace) -> float:
         from .analysis.evaluation import evaluate  # needs torchmetrics
 
         if args.data_dir is None:
-            raise ValueError(f"To measure {source} on images, name their folder with --data-dir.") from None
+            raise ValueError(
+                f"To measure {source} on images, name their folder with --data-dir."
+            ) from None
         images = image_folder(args.data_dir, args.split, args.class_map)
         return evaluate([source], images, **_loading(args))["accuracy"]
     if not 0 <= accuracy <= 100:
@@ -189,7 +250,10 @@ def _routes(args: argparse.Namespace) -> None:
         all_routes = _routes_of_patches(args, **loading)
     else:
         if args.ignore_index is not None:
-            raise ValueError("--ignore-index is a label of pixels: name the folder of the masks with --segmentation.")
+            raise ValueError(
+                "--ignore-index is a label of pixels: name the folder of the masks with "
+                "--segmentation."
+            )
         images = image_folder(args.data_dir, args.split, args.class_map)
         (model,), images = load_classifiers([args.source], images, **loading)
         if mixing_layers(model):
@@ -202,16 +266,28 @@ def _routes(args: argparse.Namespace) -> None:
         all_routes = collect_routes(model, images, loading["inference"])
     summary = summarize_all(all_routes, args.threshold)
     settings["split"] = args.split if args.segmentation is None else None
-    write_routes({**settings, **summary}, class_shares(all_routes), partial(plot, all_routes), args.output_dir)
+    write_routes(
+        {**settings, **summary},
+        class_shares(all_routes),
+        partial(plot, all_routes),
+        args.output_dir,
+    )
     show(args.source, *routes_table(summary).split("\n"))
 
 
-def _routes_of_patches(args: argparse.Namespace, spec: ModelSpec, use_ema: bool, inference: Inference) -> list[Routes]:
+def _routes_of_patches(
+    args: argparse.Namespace, spec: ModelSpec, use_ema: bool, inference: Inference
+) -> list[Routes]:
     split = None if args.split == "validation" else args.split  # its default
-    for option, value in (("--split", split), ("--crop-pct", args.crop_pct), ("--crop-mode", args.crop_mode)):
+    for option, value in (
+        ("--split", split),
+        ("--crop-pct", args.crop_pct),
+        ("--crop-mode", args.crop_mode),
+    ):
         if value is not None:
             raise ValueError(
-                f"With --segmentation whole images of --data-dir itself are taken, so {option} has no place."
+                f"With --segmentation whole images of --data-dir itself are taken, so {option} has "
+                "no place."
             )
     classes = read_names(args.class_map) if args.class_map else None
     model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
@@ -225,7 +301,9 @@ def _report(args: argparse.Namespace) -> None:
     try:
         from .analysis.report import FILE, write_report
     except ModuleNotFoundError as error:
-        raise ImportError(f"The report needs {error.name}: pip install 'timm_moe[report]'.") from error
+        raise ImportError(
+            f"The report needs {error.name}: pip install 'timm_moe[report]'."
+        ) from error
     check_folder(args.output_dir, (FILE,), args.overwrite)
     images, ood_images = _images(args)
     page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
@@ -268,7 +346,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _list(args: argparse.Namespace) -> None:
     names = registered_models(args.filter, args.pretrained)
     if not names:
-        raise ValueError(f"No model of timm_moe matches {args.filter!r}; a filter may hold wildcards, as '*small*'.")
+        raise ValueError(
+            f"No model of timm_moe matches {args.filter!r}; a filter may hold wildcards, as "
+            "'*small*'."
+        )
 
     def group(name: str) -> str:
         family = model_entrypoint(name).__module__.rpartition(".")[2]
@@ -280,13 +361,17 @@ def _list(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     spec, norms = ModelSpec(args.name, args.num_classes, args.model_kwargs), ""
-    is_path = os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
+    is_path = (
+        os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
+    )
     if is_model(args.model) or not is_path:
         info = model_info(args.model, **spec.args())
     else:
         model = load_source(args.model, spec)
         with suppress(ValueError):  # norms that cannot be compared
-            norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items())
+            norms = ", ".join(
+                f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items()
+            )
         info = measure(model.to("meta"), get_pretrained_cfg(model)["architecture"])
     rows = info.rows()
     if norms:
@@ -299,11 +384,17 @@ def _info(args: argparse.Namespace) -> None:
 def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse.Namespace) -> None:
     imported = import_checkpoint(args.prefix, args.output, args.overwrite)
     kwargs = ", ".join(f"{name}={value!r}" for name, value in imported.kwargs.items())
-    show(f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is loaded by")
+    show(
+        f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is "
+        "loaded by"
+    )
     show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}")')
     if is_registered_here(imported.name):  # an imported model without experts is timm's own
         top_k = model_info(imported.name, **imported.kwargs).top_k
-        show(f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless you state it.")
+        show(
+            f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless "
+            "you state it."
+        )
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -9,7 +9,8 @@ from typing import Any
 def printable(text: Any) -> str:
     r"""Write a text on one line: what a terminal would obey or cannot show becomes an escape, as ``\x1b``."""
     return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in str(text)
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+        for letter in str(text)
     )
 
 

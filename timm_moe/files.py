@@ -1,7 +1,7 @@
 """Files and folders that appear under their name only once they are complete.
 
-They are written to a hidden folder, ``.NAME.timm_moe.partial``, and renamed. The file ``.NAME.timm_moe.lock`` is locked
-meanwhile, so two processes never write the same output at once.
+They are written to a hidden folder, ``.NAME.timm_moe.partial``, and renamed. The file
+``.NAME.timm_moe.lock`` is locked meanwhile, so two processes never write the same output at once.
 """
 
 import json
@@ -55,8 +55,8 @@ def require_file(file: Path, folder: Path | None = None) -> Path:
 
     Args:
         file: to read.
-        folder: that the links must not lead out of. A snapshot in the Hub's cache has links to its own repository's
-            ``blobs``, which have links to the cache's own, by hash.
+        folder: that the links must not lead out of. A snapshot in the Hub's cache has links to its
+            own repository's ``blobs``, which have links to the cache's own, by hash.
 
     Raises:
         OSError: if it is a pipe or a device, which may have no end.
@@ -65,8 +65,12 @@ def require_file(file: Path, folder: Path | None = None) -> Path:
     target = file.resolve()
     if file.exists() and not file.is_file() and not file.is_dir():
         raise OSError(f"{file} is a pipe or a device, where a file must be.")
-    if folder is not None and not any(target.is_relative_to(place) for place in _places(folder.resolve(), target)):
-        raise ValueError(f"{file} leads out of {folder}, to {target}: put a copy there, if it belongs there.")
+    if folder is not None and not any(
+        target.is_relative_to(place) for place in _places(folder.resolve(), target)
+    ):
+        raise ValueError(
+            f"{file} leads out of {folder}, to {target}: put a copy there, if it belongs there."
+        )
     return target
 
 
@@ -97,13 +101,17 @@ def check_folder(folder: str | Path, names: Sequence[str], overwrite: bool = Fal
 
 def holds_something(folder: Path) -> bool:
     """Return whether a folder has any entry besides the hidden ones of this module."""
-    return folder.is_dir() and any(not path.name.endswith((_PARTIAL, _LOCK)) for path in folder.iterdir())
+    return folder.is_dir() and any(
+        not path.name.endswith((_PARTIAL, _LOCK)) for path in folder.iterdir()
+    )
 
 
 def _check_place(output: Path) -> None:
     """Raise OSError unless the output, or the nearest folder above it that exists, can be written to."""
     if output.is_symlink() and not output.exists():
-        raise FileNotFoundError(f"{output} is a broken symbolic link: remove it, or write elsewhere.")
+        raise FileNotFoundError(
+            f"{output} is a broken symbolic link: remove it, or write elsewhere."
+        )
     place = output if output.is_dir() else output.resolve().parent
     while not place.exists():
         place = place.parent
@@ -119,8 +127,8 @@ def _check_place(output: Path) -> None:
 def staged(output: str | Path) -> Iterator[Path]:
     """Yield a hidden, empty folder from which a rename can move a file or folder to its final name.
 
-    It is removed when the block ends. Missing parents of the output are made. BlockingIOError is raised if another
-    process is writing the same output.
+    It is removed when the block ends. Missing parents of the output are made. BlockingIOError is
+    raised if another process is writing the same output.
     """
     output = Path(output).resolve()
     if not output.parent.exists():  # else nothing outside the output is touched
@@ -147,7 +155,8 @@ def _lock(file: Path, output: Path) -> int:
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), os.stat(file)):  # else its owner has just removed it
+        # Else its owner has just removed it.
+        if os.path.samestat(os.fstat(descriptor), os.stat(file)):
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -175,8 +184,9 @@ def written_whole(file: str | Path) -> Iterator[Path]:
 def publish(folder: Path, target: Path, names: Sequence[str]) -> None:
     """Move a folder of files that belong together from inside :func:`staged` to its target.
 
-    In a target that exists, ``names[-1]``, which gives the others their meaning, is removed first and written last, so
-    readers never see a mixed folder. Files of these names that the new folder lacks are removed; all others remain.
+    In a target that exists, ``names[-1]``, which gives the others their meaning, is removed first
+    and written last, so readers never see a mixed folder. Files of these names that the new folder
+    lacks are removed; all others remain.
     """
     target = target.resolve()
     if not target.is_dir():
@@ -193,6 +203,9 @@ def publish(folder: Path, target: Path, names: Sequence[str]) -> None:
 def write_json(file: str | Path, contents: dict[str, Any]) -> None:
     """Write results and the versions of the libraries; NaN and infinity, which JSON lacks, become null."""
     versions = {"timm_moe": __version__, "timm": timm.__version__, "torch": torch.__version__}
-    finite = json.loads(json.dumps({**contents, "versions": versions}, default=str), parse_constant=lambda name: None)
+    finite = json.loads(
+        json.dumps({**contents, "versions": versions}, default=str),
+        parse_constant=lambda name: None,
+    )
     with written_whole(file) as partial:
         partial.write_text(json.dumps(finite, indent=2) + "\n")

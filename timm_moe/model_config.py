@@ -16,13 +16,18 @@ def _number(lowest: float, highest: float, types: tuple[type, ...] = (int, float
 
 
 def _numbers(is_possible: Check) -> Check:
-    return lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_possible, value))
+    return lambda value: (
+        isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_possible, value))
+    )
 
 
 _SIDE, _SIDES = _number(1, 8192, (int,)), _numbers(_number(1, 8192, (int,)))
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
-_SIZE = (lambda value: _SIDES(value) and len(value) == 3, "channels, height and width, each from 1 to 8192")
+_SIZE = (
+    lambda value: _SIDES(value) and len(value) == 3,
+    "channels, height and width, each from 1 to 8192",
+)
 #: For entries of the preprocessing a test of the value, and a description of possible values.
 _PREPROCESSING: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _SIZE),
@@ -46,8 +51,15 @@ def check_preprocessing(stated: Mapping[str, Any], *channels: int) -> None:
         value = stated.get(name)
         if value is not None and not is_possible(value):
             raise ValueError(f"{name} must be {description}, got {shown(value)}.")
-        if channels and value is not None and name in ("mean", "std") and len(value) not in channels:
-            raise ValueError(f"{name} must hold a number for each channel, {channels[-1]}, got {shown(value)}.")
+        if (
+            channels
+            and value is not None
+            and name in ("mean", "std")
+            and len(value) not in channels
+        ):
+            raise ValueError(
+                f"{name} must hold a number for each channel, {channels[-1]}, got {shown(value)}."
+            )
 
 
 def shown(value: Any) -> str:
@@ -60,12 +72,18 @@ def shown(value: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    return repr(value[:81] if isinstance(value, str) else value) if is_single(value) else f"{type(value).__name__} ..."
+    return (
+        repr(value[:81] if isinstance(value, str) else value)
+        if is_single(value)
+        else f"{type(value).__name__} ..."
+    )
 
 
 def is_single(value: Any) -> bool:
     """Tell if a value is None, a text, or a number that can be written out."""
-    return type(value) in (str, bool, float, type(None)) or (type(value) is int and value.bit_length() < 256)
+    return type(value) in (str, bool, float, type(None)) or (
+        type(value) is int and value.bit_length() < 256
+    )
 
 
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:
@@ -81,13 +99,15 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
     resolved = resolve_data_config({**given, "in_chans": channels}, model=model)
     # timm's validate.py would prefer these.
     replaced = {f"test_{name}" for name in entries}
-    kept = {name: value for name, value in get_pretrained_cfg(model).items() if name not in replaced}
+    kept = {
+        name: value for name, value in get_pretrained_cfg(model).items() if name not in replaced
+    }
     set_pretrained_cfg(model, {**kept, **{name: resolved[name] for name in entries}})
     if "input_size" in entries and model_input_size(model)[1:] != tuple(resolved["input_size"][1:]):
         built, wanted = ("x".join(map(str, sizes)) for sizes in (size, resolved["input_size"][1:]))
         raise ValueError(
-            f"The model is built for images of {built} pixels and takes none of {wanted}: another one is built by "
-            f"--model-kwargs img_size={resolved['input_size'][1]}."
+            f"The model is built for images of {built} pixels and takes none of {wanted}: another "
+            f"one is built by --model-kwargs img_size={resolved['input_size'][1]}."
         )
     return entries
 
@@ -139,7 +159,11 @@ def untold_args(model: nn.Module) -> dict[str, Any]:
         return {}
     args: dict[str, Any] = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
     others = ("device", "dtype", "drop_rate", "drop_path_rate", "drop_block_rate")
-    return {name: value for name, value in args.items() if name not in others and not name.endswith("_drop_rate")}
+    return {
+        name: value
+        for name, value in args.items()
+        if name not in others and not name.endswith("_drop_rate")
+    }
 
 
 def model_input_size(model: nn.Module) -> tuple[int, ...]:
@@ -150,7 +174,9 @@ def model_input_size(model: nn.Module) -> tuple[int, ...]:
         channels, *current_size = current["input_size"]
         return (channels, *(current_size if current["fixed_input_size"] else cfg["input_size"][1:]))
     channels, *size = cfg["input_size"]
-    channels = getattr(model, "in_chans", None) or getattr(model, "_model_args", {}).get("in_chans", channels)
+    channels = getattr(model, "in_chans", None) or getattr(model, "_model_args", {}).get(
+        "in_chans", channels
+    )
     return (channels, *(_built_size(model) or size))
 
 

@@ -18,13 +18,14 @@ _INITS = (nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_, nn.init.k
 class quick_init(TorchFunctionMode):
     """Within the block, fill tensors with a few random numbers that repeat, or with zeros; skip those on meta.
 
-    Use it only if every tensor is on meta or loaded afterwards. Random numbers are needed at all because some
-    initialisations draw until the values lie in a range.
+    Use it only if every tensor is on meta or loaded afterwards. Random numbers are needed at all
+    because some initialisations draw until the values lie in a range.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _SET_VALUES and args[0].is_meta:  # there are no values, but clamp_ takes milliseconds
+        # There are no values, but clamp_ takes milliseconds.
+        if func in _SET_VALUES and args[0].is_meta:
             return args[0]
         if func in _METHODS and args[0].numel() > _DRAWN and args[0].is_contiguous():
             numbers, size = func(args[0].new_empty(_DRAWN), *args[1:], **kwargs), args[0].numel()

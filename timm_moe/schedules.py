@@ -1,7 +1,7 @@
 """Schedules of the share rate over a training run (EWA, section 3.2.2).
 
-A schedule maps progress, the completed fraction of all updates in (0, 1], and ``share_rate`` to the rate of this step.
-Progress may be a tensor, on a GPU, so no schedule branches on it.
+A schedule maps progress, the completed fraction of all updates in (0, 1], and ``share_rate`` to the
+rate of this step. Progress may be a tensor, on a GPU, so no schedule branches on it.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,12 @@ def late(progress: Any, share_rate: float) -> Any:
     return share_rate * (progress >= 0.7) + min(0.002, share_rate) * (progress < 0.7)
 
 
-SCHEDULES: dict[str, Schedule] = {"linear": linear, "constant": constant, "early": early, "late": late}
+SCHEDULES: dict[str, Schedule] = {
+    "linear": linear,
+    "constant": constant,
+    "early": early,
+    "late": late,
+}
 
 
 def get_schedule(name: str) -> Schedule:
@@ -40,18 +45,26 @@ def get_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-def check_share_rate(share_rate: float, num_experts: int, name: str = "share_rate", parts: int = 1) -> None:
+def check_share_rate(
+    share_rate: float, num_experts: int, name: str = "share_rate", parts: int = 1
+) -> None:
     """Raise ValueError, with the option's ``name``, unless 0 <= share_rate <= (E - 1) / E.
 
-    At (E - 1) / E one step makes all experts equal; beyond it they overshoot their mean. Experts that are ``parts`` of
-    a dense network hold different hidden units, so their rate is 0.
+    At (E - 1) / E one step makes all experts equal; beyond it they overshoot their mean. Experts
+    that are ``parts`` of a dense network hold different hidden units, so their rate is 0.
     """
     limit = (num_experts - 1) / num_experts
     if num_experts == 1 and share_rate != 0:
-        raise ValueError(f"A single expert has nothing to be averaged with: num_experts=1 needs {name}=0.")
+        raise ValueError(
+            f"A single expert has nothing to be averaged with: num_experts=1 needs {name}=0."
+        )
     if parts > 1 and share_rate != 0:
-        raise ValueError(f"Experts of different hidden units are not averaged: expert_width below 1 needs {name}=0.")
+        raise ValueError(
+            "Experts of different hidden units are not averaged: expert_width below 1 needs "
+            f"{name}=0."
+        )
     if not isinstance(share_rate, (int, float)) or not 0 <= share_rate <= limit:
         raise ValueError(
-            f"{name} must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, got {share_rate!r}."
+            f"{name} must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, "
+            f"got {share_rate!r}."
         )

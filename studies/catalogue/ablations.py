@@ -22,12 +22,13 @@ RATES = ("share rate 0.1", "share rate 0.5")
 
 FINDINGS = (
     Finding(
-        "None of EWA's choices makes a clear difference from its default or from dense training (three seeds).",
+        "None of EWA's choices makes a clear difference from its default or from dense training "
+        "(three seeds).",
         compare([arm.name for arm in ARMS[2:]], UNCLEAR, ("EWA, linear", "dense")),
     ),
     Finding(
-        "Share rates of 0.1 and 0.5, the range in which the paper tunes it, differ from 0.3 by less than half a point "
-        "(-0.47 to +0.34).",
+        "Share rates of 0.1 and 0.5, the range in which the paper tunes it, differ from 0.3 by "
+        "less than half a point (-0.47 to +0.34).",
         compare(RATES, UNCLEAR, ("EWA, linear",)),
         quoted=("0.1", "0.5", "0.3"),
     ),

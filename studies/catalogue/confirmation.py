@@ -22,16 +22,21 @@ IMAGES = Images(classes=(20, 40), train=(0, 200), held_out=(200, 500))
 
 FINDINGS = (
     Finding(
-        "Of the four ways of merging that led the search only linear beats dense training, by 0.68 points (0.03 to "
-        "1.33); one of four comparisons may well exclude zero so narrowly by chance.",
+        "Of the four ways of merging that led the search only linear beats dense training, by "
+        "0.68 points (0.03 to 1.33); one of four comparisons may well exclude zero so narrowly by "
+        "chance.",
         (
             *compare(("linear",), BETTER, ("dense",)),
-            *compare(("linear, dropout 0.1", "annealed", "fused, 0.75 of a common expert"), UNCLEAR, ("dense",)),
+            *compare(
+                ("linear, dropout 0.1", "annealed", "fused, 0.75 of a common expert"),
+                UNCLEAR,
+                ("dense",),
+            ),
         ),
     ),
     Finding(
-        "Linear shows no clear difference from dropout, half the initial weights, a quarter of the learning rate or "
-        "experts that are never averaged.",
+        "Linear shows no clear difference from dropout, half the initial weights, a quarter of "
+        "the learning rate or experts that are never averaged.",
         compare(
             ("linear",),
             UNCLEAR,
@@ -44,8 +49,8 @@ FINDINGS = (
         ),
     ),
     Finding(
-        "Dense training with half the initial weights and dropout has the highest mean: 1.15 points above dense "
-        "training (0.61 to 1.68), without a clear difference from linear.",
+        "Dense training with half the initial weights and dropout has the highest mean: 1.15 "
+        "points above dense training (0.61 to 1.68), without a clear difference from linear.",
         (
             *compare(("dense, initial weights / 2, dropout 0.1",), BETTER, ("dense",)),
             *compare(("dense, initial weights / 2, dropout 0.1",), UNCLEAR, ("linear",)),

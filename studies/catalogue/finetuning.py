@@ -5,11 +5,20 @@ from ..statistics import BETTER, UNCLEAR
 from ..study import Arm, Finding, Images, Study, Training, Use, compare
 from .settings import PAPER_OPTIONS, RAND_AUGMENT, paper, small
 
-#: The small size starts from a dense network of the other 80 classes, the paper's from ImageNet weights of the Hub.
+#: The small size starts from a dense network of the other 80 classes, the paper's from ImageNet
+#: weights of the Hub.
 OTHER_CLASSES = Training("dense-on-80", "dense", images="images-of-80")
 HERE = (Use("start", OTHER_CLASSES, Export()),)
 SGD = ("--opt", "momentum", "--lr", "0.01", "--weight-decay", "0")
-FURTHER = (*SGD, "--pretrained-path", "{start}/model.safetensors", "--epochs", "20", "--warmup-epochs", "2")
+FURTHER = (
+    *SGD,
+    "--pretrained-path",
+    "{start}/model.safetensors",
+    "--epochs",
+    "20",
+    "--warmup-epochs",
+    "2",
+)
 #: 5,000 steps of 128 images, 500 of them warm-up.
 FROM_HUB = (*SGD, "--epochs", "13", "--warmup-epochs", "1")
 
@@ -18,7 +27,12 @@ EMA = ("--model-ema", "--model-ema-decay", "0.98")
 
 def arms(uses: tuple[Use, ...], options: tuple[str, ...]) -> tuple[Arm, ...]:
     def tuned(
-        name: str, model: str, *kwargs: str, callback: str = "", more: tuple[str, ...] = (), draw: int = 0
+        name: str,
+        model: str,
+        *kwargs: str,
+        callback: str = "",
+        more: tuple[str, ...] = (),
+        draw: int = 0,
     ) -> Training:
         stated = ("--pretrained", *options, *more)
         return Training(name, model, kwargs, stated, uses, "images-of-20", callback, draw)
@@ -49,8 +63,8 @@ SCHEDULES = ("EWA, linear", "EWA, constant", "EWA, late")
 
 FINDINGS = (
     Finding(
-        "EWA shows no clear difference from dense training with any of three schedules. The intervals are two points "
-        "wide (-1.93 to +0.40 in all); the paper's gain is 0.45.",
+        "EWA shows no clear difference from dense training with any of three schedules. The "
+        "intervals are two points wide (-1.93 to +0.40 in all); the paper's gain is 0.45.",
         compare(SCHEDULES, UNCLEAR, ("dense",)),
         quoted=("0.45",),
     ),
@@ -59,7 +73,8 @@ FINDINGS = (
         compare(("EWA, linear",), UNCLEAR, ("experts never averaged, their mean",)),
     ),
     Finding(
-        "A quarter of the learning rate in the converted networks gains 0.12 points (0.01 to 0.23).",
+        "A quarter of the learning rate in the converted networks gains 0.12 points (0.01 to "
+        "0.23).",
         compare(("dense, learning rate / 4 in the converted networks",), BETTER, ("dense",)),
     ),
 )
@@ -81,6 +96,10 @@ STUDY = Study(
     },
     pairs=tuple(
         ("EWA, linear", rival)
-        for rival in ("dense, weight EMA", "dense, another draw", "dense, learning rate / 4 in the converted networks")
+        for rival in (
+            "dense, weight EMA",
+            "dense, another draw",
+            "dense, learning rate / 4 in the converted networks",
+        )
     ),
 )

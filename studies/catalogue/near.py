@@ -1,21 +1,26 @@
 """EWA near its paper: ViT-XT on all images of CIFAR-100, 100 epochs, the paper's augmentation and optimizer.
 
-The size ``small`` has patches of 8 pixels, not 4, and runs on one core for about five hours a training.
+The size ``small`` has patches of 8 pixels, not 4, and runs on one core for about five hours a
+training.
 
 The size ``paper`` has the paper's patches of 4 pixels, and is for one GPU:
-``python -m studies near --size paper --device cuda --jobs 6``. It has never run on one. What ten minutes of an H100 ask
-for, as estimated before the first run:
+``python -m studies near --size paper --device cuda --jobs 6``. It has never run on one. What ten
+minutes of an H100 ask for, as estimated before the first run:
 
-- Six trainings are 234,000 steps of 128 images: one every 2.6 ms, or every 15 ms in each of six processes. From files,
-  study ``nearest`` took 9.2 ms, six at a time.
-- The GPU: 52 TFLOP an epoch are 0.13 a step, or 0.7 ms at 200 TFLOP/s. But forward and backward are 684 kernels (EWA
-  720), about 3.4 ms at 5 us each: too long, so the model is compiled, which merges them.
-- The host: to start so many kernels takes 10 to 20 ms a step, so they are replayed as CUDA graphs. AdamW is fused. What
-  is left is train.py's: it waits for the loss of each step, and the other processes use the GPU meanwhile. Their
-  kernels take turns; they overlap only under NVIDIA's MPS, which is not assumed.
-- Images: 22 kernels a batch, about 0.1 ms of the host. On a CPU, timm's transforms and files take 62 ms.
-- Imports, 50,000 files and compiling take about 90 s of the 600, which leaves 2.2 ms a step. A training is
-  evaluated by validate.py at its end, since train.py would compile the model again for it.
+- Six trainings are 234,000 steps of 128 images: one every 2.6 ms, or every 15 ms in each of six
+  processes. From files, study ``nearest`` took 9.2 ms, six at a time.
+- The GPU: 52 TFLOP an epoch are 0.13 a step, or 0.7 ms at 200 TFLOP/s. But forward and backward are
+  684 kernels (EWA 720), about 3.4 ms at 5 us each: too long, so the model is compiled, which merges
+  them.
+- The host: to start so many kernels takes 10 to 20 ms a step, so they are replayed as CUDA graphs.
+  AdamW is fused. What is left is train.py's: it waits for the loss of each step, and the other
+  processes use the GPU meanwhile. Their kernels take turns; they overlap only under NVIDIA's MPS,
+  which is not assumed.
+- Images: 22 kernels a batch, about 0.1 ms of the host. On a CPU, timm's transforms and files take
+  62 ms.
+- Imports, 50,000 files and compiling take about 90 s of the 600, which leaves 2.2 ms a step. A
+  training is evaluated by validate.py at its end, since train.py would compile the model again for
+  it.
 """
 
 from ..study import Arm, Study, Training
@@ -23,7 +28,14 @@ from .settings import PAPER_OPTIONS, paper
 
 DENSE, EWA = "dense", "EWA, linear, share rate 0.3"
 CURVE = ("--val-split", "test", "--val-interval", "5")
-FEWER_KERNELS = ("--torchcompile", "inductor", "--torchcompile-mode", "reduce-overhead", "--opt-kwargs", "fused=True")
+FEWER_KERNELS = (
+    "--torchcompile",
+    "inductor",
+    "--torchcompile-mode",
+    "reduce-overhead",
+    "--opt-kwargs",
+    "fused=True",
+)
 
 
 def arms(callback: str) -> tuple[Arm, ...]:
@@ -55,7 +67,8 @@ STUDY = Study(
     },
     primary=(EWA, DENSE),
     stated="the primary comparison is EWA to dense training, by top-1 on all test images after the last epoch. Paired "
-    "differences of study recipe had a standard deviation of 0.60 points. With as much here, half of the interval of "
-    "three seeds is 1.48 points, and a difference of 1.95 would be found with a chance of 80 %. The paper's is 1.27, "
-    "of one seed. Ten times the images should make the spread smaller.",
+    "differences of study recipe had a standard deviation of 0.60 points. With as much here, half "
+    "of the interval of three seeds is 1.48 points, and a difference of 1.95 would be found with "
+    "a chance of 80 %. The paper's is 1.27, of one seed. Ten times the images should make the "
+    "spread smaller.",
 )

@@ -15,8 +15,9 @@ DENSE, EWA = "dense", "EWA, share rate 0.3"
 
 FINDINGS = (
     Finding(
-        "In 10 epochs at the paper's learning rate its model hardly trains, to 14 % top-1; seeds of EWA lie 6 points "
-        "apart. This says nothing about 100 epochs, so share rates were not compared.",
+        "In 10 epochs at the paper's learning rate its model hardly trains, to 14 % top-1; seeds "
+        "of EWA lie 6 points apart. This says nothing about 100 epochs, so share rates were not "
+        "compared.",
         compare((EWA,), UNCLEAR, (DENSE,)),
         quoted=("10", "14", "6", "100"),
     ),

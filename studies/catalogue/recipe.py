@@ -1,14 +1,16 @@
 """When experts pay: each method under a weak, a medium and a strong recipe, on clean and on corrupted images.
 
-Stated before the runs: the difference from dense training shrinks as the recipe gets stronger; what EWA gains on clean
-images it keeps on corrupted ones, or loses there.
+Stated before the runs: the difference from dense training shrinks as the recipe gets stronger; what
+EWA gains on clean images it keeps on corrupted ones, or loses there.
 
-The recipes were chosen by a pilot of the dense network alone, one seed, on classes and a seed that the study does not
-use. Weak: evaluation loss is lowest at epoch 30 (2.87) and 3.43 at the end, where the training loss is 0.99. Medium:
-2.87 at epoch 30 and 2.99 at epoch 55. Strong: 2.87 at epoch 60, still falling. A stronger one (magnitude 9, mixup 0.8
-and cutmix 1.0 for every batch) was at 3.28 at epoch 40, the strong one at 3.02: too much for the time.
+The recipes were chosen by a pilot of the dense network alone, one seed, on classes and a seed that
+the study does not use. Weak: evaluation loss is lowest at epoch 30 (2.87) and 3.43 at the end,
+where the training loss is 0.99. Medium: 2.87 at epoch 30 and 2.99 at epoch 55. Strong: 2.87 at
+epoch 60, still falling. A stronger one (magnitude 9, mixup 0.8 and cutmix 1.0 for every batch) was
+at 3.28 at epoch 40, the strong one at 3.02: too much for the time.
 
-Budget: 75 trainings of about 10 minutes of one core, and 90 measurements of about a minute, 15 hours in all.
+Budget: 75 trainings of about 10 minutes of one core, and 90 measurements of about a minute, 15
+hours in all.
 """
 
 from ..deploy import Export
@@ -31,10 +33,17 @@ RECIPES: dict[str, tuple[str, ...]] = {
     ),
 }
 TOP_2 = ("num_experts=8", "top_k=2", "expert_init=independent")
-#: In the last two odd blocks of six: all hidden layers are narrower by a quarter, for the FLOPs of the dense network.
+#: In the last two odd blocks of six: all hidden layers are narrower by a quarter, for the FLOPs of
+#: the dense network.
 SMALL_TOP_2 = (*TOP_2, "mlp_ratio=1.5")
 #: In two of nine blocks.
-PAPER_TOP_2 = (*TOP_2, "mlp_ratio=1.64", "moe_layers=last-2", "noise_std=1.0", "aux_loss=importance+load")
+PAPER_TOP_2 = (
+    *TOP_2,
+    "mlp_ratio=1.64",
+    "moe_layers=last-2",
+    "noise_std=1.0",
+    "aux_loss=importance+load",
+)
 CURVE = ("--val-split", "test", "--val-interval", "10")
 
 
@@ -68,24 +77,28 @@ METHODS = tuple(arm.name.removesuffix(", weak") for arm in arms("weak", (), ())[
 
 def to_dense(method: str, verdict: str, *recipes: str, figure: str = "") -> tuple[Compared, ...]:
     """Compare a method with dense training under the same recipes."""
-    return tuple(Compared(f"{method}, {recipe}", verdict, f"dense, {recipe}", figure) for recipe in recipes)
+    return tuple(
+        Compared(f"{method}, {recipe}", verdict, f"dense, {recipe}", figure) for recipe in recipes
+    )
 
 
 FINDINGS = (
     Finding(
-        "EWA shows no clear difference in accuracy from dense training under the weak recipe (-0.65 to +0.73), the "
-        "medium one (-0.91 to +1.37) and the strong one (-0.42 to +1.07), nor on corrupted images. Without the last of "
-        "the five seeds, the last two would be called better.",
+        "EWA shows no clear difference in accuracy from dense training under the weak recipe "
+        "(-0.65 to +0.73), the medium one (-0.91 to +1.37) and the strong one (-0.42 to +1.07), "
+        "nor on corrupted images. Without the last of the five seeds, the last two would be "
+        "called better.",
         (
             *to_dense("EWA, linear", UNCLEAR, *RECIPES),
             *to_dense("EWA, linear", UNCLEAR, *RECIPES, figure="corrupted_top1"),
         ),
     ),
     Finding(
-        "The claim before the runs, that differences shrink as the recipe gets stronger, holds for V-MoE and for EWA's "
-        "NLL. V-MoE is 2.08 points worse under the weak recipe, 1.99 under the medium one, and without a clear "
-        "difference under the strong one: 1.67 less (0.78 to 2.56). EWA's NLL is 0.1374 and 0.0774 better, and without "
-        "a clear difference under the strong recipe: 0.1306 less (0.0092 to 0.2521).",
+        "The claim before the runs, that differences shrink as the recipe gets stronger, holds "
+        "for V-MoE and for EWA's NLL. V-MoE is 2.08 points worse under the weak recipe, 1.99 "
+        "under the medium one, and without a clear difference under the strong one: 1.67 less "
+        "(0.78 to 2.56). EWA's NLL is 0.1374 and 0.0774 better, and without a clear difference "
+        "under the strong recipe: 0.1306 less (0.0092 to 0.2521).",
         (
             *to_dense("V-MoE, top-2", WORSE, "weak", "medium"),
             *to_dense("V-MoE, top-2", UNCLEAR, "strong"),
@@ -96,9 +109,9 @@ FINDINGS = (
         ),
     ),
     Finding(
-        "The recipe matters more than the experts: dense training is 4.00 points better under the strong recipe than "
-        "under the weak one (3.34 to 4.66). Under the weak and the medium recipe it was also one to two points "
-        "better after half of the epochs than at the end.",
+        "The recipe matters more than the experts: dense training is 4.00 points better under the "
+        "strong recipe than under the weak one (3.34 to 4.66). Under the weak and the medium "
+        "recipe it was also one to two points better after half of the epochs than at the end.",
         compare(("dense, strong",), BETTER, ("dense, weak",)),
     ),
 )
@@ -115,7 +128,15 @@ STUDY = Study(
             range(300, 305),
             setting="cifar100-recipe",
             images={"images": IMAGES},
-            options=(*PIXELS, *OPTIMIZER, *LONG, "--checkpoint-hist", "1", "--model-ema-decay", "0.99"),
+            options=(
+                *PIXELS,
+                *OPTIMIZER,
+                *LONG,
+                "--checkpoint-hist",
+                "1",
+                "--model-ema-decay",
+                "0.99",
+            ),
             findings=FINDINGS,
         ),
         "paper": paper(
@@ -123,13 +144,25 @@ STUDY = Study(
             setting="cifar100-recipe-paper",
             models={"dense": "vit_xtiny", "ewa": "vit_xtiny_ewa_moe", "vmoe": "vit_xtiny_moe"},
             options=(
-                *(*OPTIMIZER, "--epochs", "300", "--warmup-epochs", "10", "--lr", "1e-3", "--checkpoint-hist", "1"),
+                *(
+                    *OPTIMIZER,
+                    "--epochs",
+                    "300",
+                    "--warmup-epochs",
+                    "10",
+                    "--lr",
+                    "1e-3",
+                    "--checkpoint-hist",
+                    "1",
+                ),
                 *("--amp", "--amp-dtype", "bfloat16", "--model-ema-decay", "0.998"),
             ),
         ),
     },
     measure=Corruptions(),
     interactions=tuple(
-        (f"{method}, {recipe}", f"{method}, weak") for recipe in ("medium", "strong") for method in METHODS
+        (f"{method}, {recipe}", f"{method}, weak")
+        for recipe in ("medium", "strong")
+        for method in METHODS
     ),
 )

@@ -23,8 +23,8 @@ FINDINGS = (
         compare(("naive MoE", "MoE, Early EWA"), UNCLEAR, ("dense",)),
     ),
     Finding(
-        "Early EWA shows no clear difference from the naive MoE (-1.54 to +1.93); the paper's gain of 2.14 "
-        "points, at its size, is outside.",
+        "Early EWA shows no clear difference from the naive MoE (-1.54 to +1.93); the paper's "
+        "gain of 2.14 points, at its size, is outside.",
         compare(("MoE, Early EWA",), UNCLEAR, ("naive MoE",)),
         quoted=("2.14",),
     ),
@@ -41,7 +41,11 @@ STUDY = Study(
             ARMS,
             range(3),
             setting="vit-s-paper",
-            models={"dense": "vit_small_patch16_224", "ewa": "vit_small_ewa_moe", "moe": "vit_small_moe"},
+            models={
+                "dense": "vit_small_patch16_224",
+                "ewa": "vit_small_ewa_moe",
+                "moe": "vit_small_moe",
+            },
             kwargs=("img_size=32", "patch_size=4"),
             options=(
                 *(*PAPER_OPTIONS, *PIXELS, "--epochs", "300", "--warmup-epochs", "30"),

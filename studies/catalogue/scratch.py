@@ -25,7 +25,8 @@ MERGE = Training(
     callback="only_fusion",
 )
 
-#: Switch EMA with a window of six epochs hardly learned: 8.67 % top-1, and dense training 18.30 (one seed).
+#: Switch EMA with a window of six epochs hardly learned: 8.67 % top-1, and dense training 18.30
+#: (one seed).
 ARMS = (
     Arm("dense", DENSE, paper="73.93"),
     Arm("dense, weight EMA", DENSE, Export(("--use-ema",))),
@@ -65,26 +66,30 @@ FINDINGS = (
         ),
     ),
     Finding(
-        "Averaging after every step (linear, constant, early) is 0.58 to 0.79 points better than averaging at the end. "
-        "Experts merged only at the end lose 0.79 to 1.58 points to dense training.",
+        "Averaging after every step (linear, constant, early) is 0.58 to 0.79 points better than "
+        "averaging at the end. Experts merged only at the end lose 0.79 to 1.58 points to dense "
+        "training.",
         (
             *compare(("EWA, linear", "EWA, constant", "EWA, early"), BETTER, (MEAN,)),
             *compare(MERGED_AT_THE_END, WORSE, ("dense",)),
         ),
     ),
     Finding(
-        "Simpler averages of the dense network's weights: weight EMA gains 0.03 points (0.01 to 0.05), LAWA makes no "
-        "clear difference, Switch EMA loses 1.94. EWA is 0.34 points worse than weight EMA and 0.35 worse than LAWA.",
+        "Simpler averages of the dense network's weights: weight EMA gains 0.03 points (0.01 to "
+        "0.05), LAWA makes no clear difference, Switch EMA loses 1.94. EWA is 0.34 points worse "
+        "than weight EMA and 0.35 worse than LAWA.",
         (
             *compare(("dense, weight EMA",), BETTER, ("dense",)),
             *compare(("dense, LAWA of the last 3 epochs",), UNCLEAR, ("dense",)),
             *compare(("dense, Switch EMA",), WORSE, ("dense",)),
-            *compare(("EWA, linear",), WORSE, ("dense, weight EMA", "dense, LAWA of the last 3 epochs")),
+            *compare(
+                ("EWA, linear",), WORSE, ("dense, weight EMA", "dense, LAWA of the last 3 epochs")
+            ),
         ),
     ),
     Finding(
-        "ExFusion, a quarter of the learning rate and half the initial weights show no clear difference from dense "
-        "training or EWA.",
+        "ExFusion, a quarter of the learning rate and half the initial weights show no clear "
+        "difference from dense training or EWA.",
         (
             *compare(
                 (

@@ -1,7 +1,8 @@
 """When and how to merge experts: a search on held-out training images, by one seed of each candidate.
 
-The study ``confirmation`` repeats the leaders. Few images are seen 100 times, so that regularization has something to
-gain; in the other studies a network has not learned its training images after 30 epochs.
+The study ``confirmation`` repeats the leaders. Few images are seen 100 times, so that
+regularization has something to gain; in the other studies a network has not learned its training
+images after 30 epochs.
 """
 
 from ..deploy import Export
@@ -15,7 +16,9 @@ LONG = ("--epochs", "100", "--warmup-epochs", "10")
 EMA = ("--model-ema",)
 
 
-def candidate(name: str, *kwargs: str, options: tuple[str, ...] = (), callback: str = "") -> Training:
+def candidate(
+    name: str, *kwargs: str, options: tuple[str, ...] = (), callback: str = ""
+) -> Training:
     return Training(name, "ewa", kwargs, options, callback=callback)
 
 
@@ -30,8 +33,8 @@ LINEAR = candidate("linear", options=EMA)
 LINEAR_DROPOUT = candidate("linear-dropout", DROPOUT)
 
 SAME = "expert_init=same"
-#: At a constant rate of 0.3 the experts stay within 1 % of their mean, so other changes have little effect. At this
-#: rate they are more than 10 % away from it.
+#: At a constant rate of 0.3 the experts stay within 1 % of their mean, so other changes have little
+#: effect. At this rate they are more than 10 % away from it.
 APART = (SAME, "share_schedule=constant", "share_rate=0.01")
 
 ANNEALED = candidate("annealed", callback="annealed")
@@ -39,15 +42,19 @@ FUSED = candidate("common", "router=fused", "common_share=0.75")
 
 FINDINGS = (
     Finding(
-        "All arms are above dense training: either they gain by regularization, as dropout does (+1.65 points), or "
-        "this seed of dense training is a low one.",
+        "All arms are above dense training: either they gain by regularization, as dropout does "
+        "(+1.65 points), or this seed of dense training is a low one.",
         compare(("dense, dropout 0.1",), TOO_FEW, ("dense",)),
     ),
     Finding(
-        "Linear gains +1.80 points, with dropout +2.32. Dense training gains +1.93 if the converted networks begin "
-        "with half their weights.",
+        "Linear gains +1.80 points, with dropout +2.32. Dense training gains +1.93 if the "
+        "converted networks begin with half their weights.",
         compare(
-            ("linear", "linear, dropout 0.1", "dense, initial weights / 2 in the converted networks"),
+            (
+                "linear",
+                "linear, dropout 0.1",
+                "dense, initial weights / 2 in the converted networks",
+            ),
             TOO_FEW,
             ("dense",),
         ),
@@ -70,9 +77,15 @@ STUDY = Study(
                 Arm("linear", LINEAR),
                 Arm("linear, weight EMA", LINEAR, Export(("--use-ema",))),
                 Arm("linear, dropout 0.1", LINEAR_DROPOUT),
-                Arm("constant, begin alike", candidate("constant-same", SAME, "share_schedule=constant")),
+                Arm(
+                    "constant, begin alike",
+                    candidate("constant-same", SAME, "share_schedule=constant"),
+                ),
                 Arm("rate 0.01, begin alike", candidate("apart", *APART)),
-                Arm("rate 0.01, begin alike, by depth", candidate("by-depth", *APART, callback="rate_by_depth")),
+                Arm(
+                    "rate 0.01, begin alike, by depth",
+                    candidate("by-depth", *APART, callback="rate_by_depth"),
+                ),
                 Arm(
                     "rate 0.01, begin alike, parts of whole images",
                     candidate("whole-images", *APART, callback="whole_images"),
@@ -81,7 +94,10 @@ STUDY = Study(
                     "rate 0.01, begin alike, learning rate of the experts x 4",
                     candidate("fast-experts", *APART, callback="lr_divided=every-2/0.25"),
                 ),
-                Arm("rate 0.01, begin alike, every block", candidate("every-1", *APART, "moe_layers=every-1")),
+                Arm(
+                    "rate 0.01, begin alike, every block",
+                    candidate("every-1", *APART, "moe_layers=every-1"),
+                ),
                 Arm("late, begin alike", candidate("late-same", SAME, "share_schedule=late")),
                 Arm("never, begin alike", candidate("never-same", SAME, "share_rate=0")),
                 Arm("cyclic, begin alike", candidate("cyclic", SAME, callback="cyclic")),

@@ -4,21 +4,60 @@ from typing import Any
 
 from ..study import Arm, Images, Size
 
-#: From "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492), which EWA follows; without AutoAugment.
-AUGMENTATION = ("--smoothing", "0.1", "--mixup", "1.0", "--cutmix", "1.0", "--mixup-prob", "0.5", "--reprob", "0.25")
-OPTIMIZER = ("--opt", "adamw", "--weight-decay", "0.05", "--drop-path", "0.1", "--sched-on-updates", "-b", "128")
+#: From "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492), which EWA follows; without
+#: AutoAugment.
+AUGMENTATION = (
+    "--smoothing",
+    "0.1",
+    "--mixup",
+    "1.0",
+    "--cutmix",
+    "1.0",
+    "--mixup-prob",
+    "0.5",
+    "--reprob",
+    "0.25",
+)
+OPTIMIZER = (
+    "--opt",
+    "adamw",
+    "--weight-decay",
+    "0.05",
+    "--drop-path",
+    "0.1",
+    "--sched-on-updates",
+    "-b",
+    "128",
+)
 PIXELS = (
     *("--img-size", "32", "--crop-pct", "1.0", "--mean", "0.5071", "0.4865", "0.4409"),
     *("--std", "0.2673", "0.2564", "0.2762"),
 )
-#: Light augmentation. The paper's is too strong for so short a training: the dense network ends at 18.3 % top-1, at
-#: 15.2 with the paper's learning rate too, and at 23.8 with this (one seed).
+#: Light augmentation. The paper's is too strong for so short a training: the dense network ends at
+#: 18.3 % top-1, at 15.2 with the paper's learning rate too, and at 23.8 with this (one seed).
 SMALL_OPTIONS = (
     *(*PIXELS, "--scale", "0.5", "1.0", "--color-jitter", "0", "--smoothing", "0.1"),
-    *(*OPTIMIZER, "--epochs", "30", "--warmup-epochs", "3", "--lr", "1e-3", "--checkpoint-hist", "1"),
+    *(
+        *OPTIMIZER,
+        "--epochs",
+        "30",
+        "--warmup-epochs",
+        "3",
+        "--lr",
+        "1e-3",
+        "--checkpoint-hist",
+        "1",
+    ),
     *("--model-ema-decay", "0.99"),
 )
-SMALL_KWARGS = ("img_size=32", "patch_size=8", "embed_dim=96", "depth=6", "num_heads=3", "mlp_ratio=2")
+SMALL_KWARGS = (
+    "img_size=32",
+    "patch_size=8",
+    "embed_dim=96",
+    "depth=6",
+    "num_heads=3",
+    "mlp_ratio=2",
+)
 #: Continue from a checkpoint.
 SMALL_FURTHER = ("--epochs", "8", "--warmup-epochs", "1", "--lr", "3e-4")
 PAPER_OPTIONS = (
@@ -26,12 +65,35 @@ PAPER_OPTIONS = (
     *(*OPTIMIZER, *AUGMENTATION, "--checkpoint-hist", "1", "--amp", "--amp-dtype", "bfloat16"),
     *("--model-ema-decay", "0.998"),
 )
-#: A random strength (mstd0.5) at times asks for 0 bits, which newer versions of Pillow refuse. No paper states one.
+#: A random strength (mstd0.5) at times asks for 0 bits, which newer versions of Pillow refuse. No
+#: paper states one.
 RAND_AUGMENT = ("--aa", "rand-m9-inc1")
 #: WideNet and OneS on ImageNet: 4,096 images a step, accumulated from batches that fit one GPU.
 IMAGENET_OPTIONS = (
-    *("--opt", "lamb", "--lr", "0.01", "--weight-decay", "0.1", "--opt-betas", "0.9", "0.999", "--clip-grad", "1"),
-    *("-b", "128", "--grad-accum-steps", "32", "--epochs", "300", "--warmup-epochs", "30", "--sched-on-updates"),
+    *(
+        "--opt",
+        "lamb",
+        "--lr",
+        "0.01",
+        "--weight-decay",
+        "0.1",
+        "--opt-betas",
+        "0.9",
+        "0.999",
+        "--clip-grad",
+        "1",
+    ),
+    *(
+        "-b",
+        "128",
+        "--grad-accum-steps",
+        "32",
+        "--epochs",
+        "300",
+        "--warmup-epochs",
+        "30",
+        "--sched-on-updates",
+    ),
     *("--checkpoint-hist", "1", "--smoothing", "0.1", "--mixup", "0.5", "--drop", "0.1"),
     *(*RAND_AUGMENT, "--amp", "--amp-dtype", "bfloat16"),
 )

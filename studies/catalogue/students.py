@@ -6,8 +6,9 @@ from ..study import Arm, Compared, Finding, Study, Training, Use, compare, slug
 from .settings import SMALL_FURTHER, imagenet, small
 from .widenet import WIDENET
 
-#: The registered students' mean and deviation. timm prepares the teacher's images by both models' configs, which
-#: ``--mean`` of train.py does not change, so the teacher must be exported with the student's values.
+#: The registered students' mean and deviation. timm prepares the teacher's images by both models'
+#: configs, which ``--mean`` of train.py does not change, so the teacher must be exported with the
+#: student's values.
 PIXELS = ("--mean", "0.5", "0.5", "0.5", "--std", "0.5", "0.5", "0.5")
 TEACHER = Use("teacher", WIDENET, Export(("--moe", *PIXELS)))
 #: The weight of the task is the paper's alpha.
@@ -20,7 +21,14 @@ DISTILLATION = (
 #: The last one takes everything but the experts from the teacher; it is the paper's "Switch".
 METHODS = ("average", "sum", "topk", "svd", "random")
 #: Distilled students of size L.
-PAPER = {"random start": "77.3", "average": "78.0", "sum": "78.2", "topk": "78.4", "svd": "78.4", "random": "77.8"}
+PAPER = {
+    "random start": "77.3",
+    "average": "78.0",
+    "sum": "78.2",
+    "topk": "78.4",
+    "svd": "78.4",
+    "random": "77.8",
+}
 LONG = "the student's network, trained as long as the teacher"
 
 
@@ -43,7 +51,11 @@ def student(method: str, distilled: bool, options: tuple[str, ...]) -> Arm:
 
 def arms(options: tuple[str, ...]) -> tuple[Arm, ...]:
     return (
-        *(student(method, how, options) for method in ("random start", *METHODS) for how in (False, True)),
+        *(
+            student(method, how, options)
+            for method in ("random start", *METHODS)
+            for how in (False, True)
+        ),
         Arm("average, not trained on", WIDENET, Export(("--method", "average"))),
         Arm("the teacher", WIDENET, Export(("--moe",)), paper="79.5"),
         Arm(LONG, Training("widenet-no-experts", "ones"), paper="76.9"),
@@ -55,8 +67,9 @@ DISTILLED = {method: f"{method}, distilled" for method in METHODS}
 
 FINDINGS = (
     Finding(
-        "A student from the experts' mean or top-k is 1.20 to 2.22 points better than one with new experts, distilled "
-        "or not; without distillation sum and SVD are 1.68 to 1.84 points worse than the mean.",
+        "A student from the experts' mean or top-k is 1.20 to 2.22 points better than one with "
+        "new experts, distilled or not; without distillation sum and SVD are 1.68 to 1.84 points "
+        "worse than the mean.",
         (
             *compare((TRAINED_ON["average"], TRAINED_ON["topk"]), BETTER, (TRAINED_ON["random"],)),
             *compare((DISTILLED["average"], DISTILLED["topk"]), BETTER, (DISTILLED["random"],)),
@@ -64,16 +77,22 @@ FINDINGS = (
         ),
     ),
     Finding(
-        "Distillation adds 0.61 to 1.20 points with sum, SVD and new experts, and makes no clear difference with mean "
-        "and top-k.",
+        "Distillation adds 0.61 to 1.20 points with sum, SVD and new experts, and makes no clear "
+        "difference with mean and top-k.",
         (
-            *(Compared(DISTILLED[method], BETTER, TRAINED_ON[method]) for method in ("sum", "svd", "random")),
-            *(Compared(DISTILLED[method], UNCLEAR, TRAINED_ON[method]) for method in ("average", "topk")),
+            *(
+                Compared(DISTILLED[method], BETTER, TRAINED_ON[method])
+                for method in ("sum", "svd", "random")
+            ),
+            *(
+                Compared(DISTILLED[method], UNCLEAR, TRAINED_ON[method])
+                for method in ("average", "topk")
+            ),
         ),
     ),
     Finding(
-        "Nothing is saved: the same network, trained alone for the teacher's 30 epochs, is 0.71 to 2.64 points better "
-        "than all distilled students. In the paper it is worse.",
+        "Nothing is saved: the same network, trained alone for the teacher's 30 epochs, is 0.71 "
+        "to 2.64 points better than all distilled students. In the paper it is worse.",
         compare(DISTILLED.values(), WORSE, (LONG,)),
     ),
 )

@@ -1,12 +1,15 @@
 """EWA by twenty seeds under the strong recipe of study ``recipe``, beside what else an expert would try.
 
-EWA's extra time would buy dense training a third more epochs where it costs most: on an H100 in bfloat16 a step with
-EWA takes 1.335 of a dense one (docs/generated/benchmarks.md). On the CPUs of study ``recipe`` it takes 0.97 to 1.02.
+EWA's extra time would buy dense training a third more epochs where it costs most: on an H100 in
+bfloat16 a step with EWA takes 1.335 of a dense one (docs/generated/benchmarks.md). On the CPUs of
+study ``recipe`` it takes 0.97 to 1.02.
 
-SWA (arXiv 1803.05407) holds the rate of the last quarter where the cosine then is, at 0.15 of its peak, and averages
-the ends of its 30 epochs. LAWA averages the ends of the last tenth of the epochs, as in study ``scratch``.
+SWA (arXiv 1803.05407) holds the rate of the last quarter where the cosine then is, at 0.15 of its
+peak, and averages the ends of its 30 epochs. LAWA averages the ends of the last tenth of the
+epochs, as in study ``scratch``.
 
-The pilot chooses the form of EWA with diverse experts, by two other seeds on the other fifty classes.
+The pilot chooses the form of EWA with diverse experts, by two other seeds on the other fifty
+classes.
 """
 
 from ..deploy import Export, ExportOfCandidate, LatestAverage
@@ -15,7 +18,16 @@ from ..study import Arm, Images, Study, Training
 from .recipe import IMAGES, LONG, RECIPES
 from .settings import OPTIMIZER, PIXELS, small
 
-OPTIONS = (*PIXELS, *OPTIMIZER, *LONG, *RECIPES["strong"], "--checkpoint-hist", "1", "--model-ema-decay", "0.99")
+OPTIONS = (
+    *PIXELS,
+    *OPTIMIZER,
+    *LONG,
+    *RECIPES["strong"],
+    "--checkpoint-hist",
+    "1",
+    "--model-ema-decay",
+    "0.99",
+)
 #: All epochs' checkpoints, for averages of the last ones.
 ALL_EPOCHS = ("--checkpoint-hist", "120")
 DENSE, EWA = "dense", "EWA, linear"
@@ -32,7 +44,10 @@ def arms() -> tuple[Arm, ...]:
         Arm(EWA, Training("ewa-linear", "ewa")),
         Arm("dense, weight EMA", dense, Export(("--use-ema",))),
         Arm("dense, LAWA of the last 12 epochs", dense, LatestAverage(12)),
-        Arm("dense, 160 epochs", Training("dense-160", "dense", options=("--epochs", "160"), seeds=TEN)),
+        Arm(
+            "dense, 160 epochs",
+            Training("dense-160", "dense", options=("--epochs", "160"), seeds=TEN),
+        ),
         Arm("dense, SWA of the last 30 epochs", swa, LatestAverage(30)),
     )
 
@@ -50,13 +65,19 @@ def diverse(partition: str, schedule: str, drop_path: str) -> Training:
         additions.append("every_ten")
     if drop_path == "by expert":
         additions.append("drop_path_by_expert")
-    name = "-".join(["ewa", partition, *schedule.split(), *(["drop-path"] if drop_path == "by expert" else [])])
+    name = "-".join(
+        ["ewa", partition, *schedule.split(), *(["drop-path"] if drop_path == "by expert" else [])]
+    )
     return Training(name, "ewa", tuple(kwargs), callback=" ".join(additions))
 
 
 PARTITIONS = ("tokens", "images")
 #: Share rate, and its schedule of the package.
-SCHEDULES = {"0.3 linear": ("0.3", "linear"), "0.01 constant": ("0.01", "constant"), "0.1 every-ten": ("0.1", "")}
+SCHEDULES = {
+    "0.3 linear": ("0.3", "linear"),
+    "0.01 constant": ("0.01", "constant"),
+    "0.1 every-ten": ("0.1", ""),
+}
 DROP_PATHS = ("the same", "by expert")
 
 
@@ -92,9 +113,10 @@ STUDY = Study(
     pairs=tuple((EWA, arm.name) for arm in arms() if arm.name not in (DENSE, EWA)),
     primary=(EWA, DENSE),
     stated="the primary comparison is EWA to dense training, by top-1. All others are secondary, with p-values that "
-    "are corrected by Holm's method within the study. Paired differences of study recipe had a standard deviation of "
-    "0.60 points under this recipe. With as much here, half of the interval of twenty seeds is 0.28 points, and a "
-    "difference of 0.39 would be found with a chance of 80 %; with ten seeds 0.43 and 0.59.",
+    "are corrected by Holm's method within the study. Paired differences of study recipe had a "
+    "standard deviation of 0.60 points under this recipe. With as much here, half of the interval "
+    "of twenty seeds is 0.28 points, and a difference of 0.39 would be found with a chance of 80 "
+    "%; with ten seeds 0.43 and 0.59.",
 )
 
 PILOT = Study(

@@ -33,7 +33,11 @@ def arms(uses: tuple[Use, ...], options: tuple[str, ...]) -> tuple[Arm, ...]:
             Arm(
                 f"{kind}, in {place}",
                 Training(
-                    f"vimoe-{where}-{slug(kind)}", "ewa", (f"moe_layers={where}", *IMAGE_LEVEL, *kwargs), options, uses
+                    f"vimoe-{where}-{slug(kind)}",
+                    "ewa",
+                    (f"moe_layers={where}", *IMAGE_LEVEL, *kwargs),
+                    options,
+                    uses,
                 ),
                 Export(("--moe",)),
                 paper=PAPER.get((kind, where), ""),
@@ -47,8 +51,30 @@ def arms(uses: tuple[Use, ...], options: tuple[str, ...]) -> tuple[Arm, ...]:
 #: DINOv2's weights, at 224 pixels.
 DINOV2 = (
     *("--pretrained", "--img-size", "224", *RAND_AUGMENT, "--mixup", "0.8", "--cutmix", "1.0"),
-    *("--smoothing", "0.1", "--reprob", "0.25", "--drop-path", "0.1", "--opt", "adamw", "--layer-decay", "0.65"),
-    *("--lr", "3e-4", "--weight-decay", "0.3", "-b", "1024", "--epochs", "100", "--warmup-epochs", "3"),
+    *(
+        "--smoothing",
+        "0.1",
+        "--reprob",
+        "0.25",
+        "--drop-path",
+        "0.1",
+        "--opt",
+        "adamw",
+        "--layer-decay",
+        "0.65",
+    ),
+    *(
+        "--lr",
+        "3e-4",
+        "--weight-decay",
+        "0.3",
+        "-b",
+        "1024",
+        "--epochs",
+        "100",
+        "--warmup-epochs",
+        "3",
+    ),
     *("--sched-on-updates", "--checkpoint-hist", "1", "--amp", "--amp-dtype", "bfloat16"),
 )
 
@@ -56,8 +82,9 @@ WITHOUT, WITH = "no shared expert, in every block", "shared expert, in every blo
 
 FINDINGS = (
     Finding(
-        "Experts in every block lose 0.43 points without a shared expert (0.03 to 0.83). With one there is no clear "
-        "difference from dense training, and the shared expert, a second network for each token, gains 0.37 points.",
+        "Experts in every block lose 0.43 points without a shared expert (0.03 to 0.83). With one "
+        "there is no clear difference from dense training, and the shared expert, a second "
+        "network for each token, gains 0.37 points.",
         (
             *compare((WITHOUT,), WORSE, ("dense, trained on",)),
             *compare((WITH,), UNCLEAR, ("dense, trained on",)),
@@ -65,14 +92,21 @@ FINDINGS = (
         ),
     ),
     Finding(
-        "Without shared expert and gate there is no clear difference from dense training or from the model with the "
-        "gate: the cause of the loss stays open. The paper's collapse, from 91.3 to 52.9 %, does not occur.",
-        compare(("no shared expert and no gate, in every block",), UNCLEAR, ("dense, trained on", WITHOUT)),
+        "Without shared expert and gate there is no clear difference from dense training or from "
+        "the model with the gate: the cause of the loss stays open. The paper's collapse, from "
+        "91.3 to 52.9 %, does not occur.",
+        compare(
+            ("no shared expert and no gate, in every block",),
+            UNCLEAR,
+            ("dense, trained on", WITHOUT),
+        ),
         quoted=("91.3", "52.9"),
     ),
     Finding(
         "In the last two blocks no kind of experts shows a clear difference from dense training.",
-        compare([f"{kind}, in the last two blocks" for kind in KINDS], UNCLEAR, ("dense, trained on",)),
+        compare(
+            [f"{kind}, in the last two blocks" for kind in KINDS], UNCLEAR, ("dense, trained on",)
+        ),
     ),
 )
 

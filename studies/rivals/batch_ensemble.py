@@ -34,7 +34,8 @@ class BatchEnsembleLinear(nn.Module):
     Args:
         linear: the layer to replace; all members start from its weight and bias.
         ensemble_size: M.
-        factor_init: initial factors: ``"sign"``, 1 or -1 with equal probability, or ``"normal"``, N(1, 0.5).
+        factor_init: initial factors: ``"sign"``, 1 or -1 with equal probability, or ``"normal"``,
+            N(1, 0.5).
 
     Attributes:
         weight: (D', D), U.
@@ -53,9 +54,15 @@ class BatchEnsembleLinear(nn.Module):
         self.ensemble_size = ensemble_size
         self.factor_init = factor_init
         self.weight = linear.weight
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().repeat(ensemble_size, 1))
+        self.bias = (
+            None
+            if linear.bias is None
+            else nn.Parameter(linear.bias.detach().repeat(ensemble_size, 1))
+        )
         self.input_factor = nn.Parameter(linear.weight.new_empty(ensemble_size, linear.in_features))
-        self.output_factor = nn.Parameter(linear.weight.new_empty(ensemble_size, linear.out_features))
+        self.output_factor = nn.Parameter(
+            linear.weight.new_empty(ensemble_size, linear.out_features)
+        )
         self._draw_factors()
 
     @torch.no_grad()
@@ -88,7 +95,9 @@ class BatchEnsembleLinear(nn.Module):
             return kept_whole(self, x)
         batch = x.shape[:-1]
         x = x.unflatten(0, (x.shape[0] // self.ensemble_size, self.ensemble_size))
-        y = nn.functional.linear(x * _like(self.input_factor, x), self.weight) * _like(self.output_factor, x)
+        y = nn.functional.linear(x * _like(self.input_factor, x), self.weight) * _like(
+            self.output_factor, x
+        )
         return (y if self.bias is None else y + _like(self.bias, y)).reshape(*batch, y.shape[-1])
 
     def extra_repr(self) -> str:
@@ -114,15 +123,18 @@ def factors(model: nn.Module) -> list[nn.Parameter]:
 def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter, float]) -> None:
     """Multiply the learning rate of some parameters, which move to groups of their own.
 
-    The key ``lr_scale`` of these groups is the one of timm's layer decay, which timm's schedulers multiply by. The
-    optimizer must not have taken a step yet.
+    The key ``lr_scale`` of these groups is the one of timm's layer decay, which timm's schedulers
+    multiply by. The optimizer must not have taken a step yet.
 
     Raises:
         ValueError: if the optimizer does not train one of them.
     """
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not parameters.keys() <= trained:
-        raise ValueError("The optimizer does not train all parameters that are to have a learning rate of their own.")
+        raise ValueError(
+            "The optimizer does not train all parameters that are to have a learning rate of their "
+            "own."
+        )
     for group in list(optimizer.param_groups):
         by_scale: dict[float, list[nn.Parameter]] = {}
         for parameter in group["params"]:
@@ -136,12 +148,13 @@ def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter,
 class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
     """A ViT of M members that differ in the factors of a :class:`BatchEnsembleLinear` in the MLPs of some blocks.
 
-    Outputs: see :class:`MembersMixin`; other arguments: see :class:`PreLogitsVisionTransformer`. The members separate
-    at the first of these blocks.
+    Outputs: see :class:`MembersMixin`; other arguments: see :class:`PreLogitsVisionTransformer`.
+    The members separate at the first of these blocks.
 
     Args:
         ensemble_size: M.
-        ensemble_layers: blocks with factors, like ``moe_layers`` of :func:`timm_moe.convert_to_moe`.
+        ensemble_layers: blocks with factors, like ``moe_layers`` of
+            :func:`timm_moe.convert_to_moe`.
         factor_init: see :class:`BatchEnsembleLinear`.
 
     Raises:
@@ -161,7 +174,10 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         chosen = select_blocks(ensemble_layers, len(blocks))
         for number in chosen:
             mlp = blocks[number].mlp
-            mlp.fc1, mlp.fc2 = (BatchEnsembleLinear(layer, ensemble_size, factor_init) for layer in (mlp.fc1, mlp.fc2))
+            mlp.fc1, mlp.fc2 = (
+                BatchEnsembleLinear(layer, ensemble_size, factor_init)
+                for layer in (mlp.fc1, mlp.fc2)
+            )
         self.part_at(chosen[0], ensemble_size)
 
     def no_weight_decay(self) -> set[str]:
@@ -170,7 +186,11 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         return {*super().no_weight_decay(), *own}
 
     def _shared_layers(self) -> dict[str, BatchEnsembleLinear]:
-        return {name: module for name, module in self.named_modules() if isinstance(module, BatchEnsembleLinear)}
+        return {
+            name: module
+            for name, module in self.named_modules()
+            if isinstance(module, BatchEnsembleLinear)
+        }
 
 
 _VARIANTS = vmoe_variants("vit_be", "Batch ensemble in ViT", {}, with_huge=False)

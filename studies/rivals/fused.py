@@ -16,10 +16,10 @@ from timm_moe.layers.functional import current_mode, no_autocast
 class Fusion(Router):
     """Learned weights that fuse the experts of a layer. It routes nothing.
 
-    The weights are the softmax of E logits that start at zero, so the network starts as the mean of the experts. With a
-    ``common_share`` the first expert has this weight always, and the others divide the rest by their softmax (XFT,
-    arXiv 2404.15247, section 3.2). The full text of ExFusion's paper was not available: softmax and initial logits are
-    choices made here.
+    The weights are the softmax of E logits that start at zero, so the network starts as the mean of
+    the experts. With a ``common_share`` the first expert has this weight always, and the others
+    divide the rest by their softmax (XFT, arXiv 2404.15247, section 3.2). The full text of
+    ExFusion's paper was not available: softmax and initial logits are choices made here.
 
     Args:
         num_experts: E.
@@ -38,8 +38,8 @@ class Fusion(Router):
         check_number("common_share", common_share, 0)
         if common_share >= 1 or (common_share and num_experts == 1):
             raise ValueError(
-                f"common_share must lie below 1 and leave something for other experts, got {common_share!r} for "
-                f"{num_experts} experts."
+                "common_share must lie below 1 and leave something for other experts, got "
+                f"{common_share!r} for {num_experts} experts."
             )
         super().__init__(num_experts)
         self.common_share = common_share
@@ -68,15 +68,24 @@ class Fusion(Router):
 class FusedMlp(MoeMlp):
     """E experts that every forward, in training too, computes as one network: their sum with learned weights.
 
-    A step costs a dense step and the fusion, as no token is dispatched. The fused network is exported.
+    A step costs a dense step and the fusion, as no token is dispatched. The fused network is
+    exported.
 
-    It takes the arguments of :class:`MoeMlp`, the router being a :class:`Fusion`, and warns of experts that start as
-    copies, also from a dense checkpoint: they get the same gradients and stay copies.
+    It takes the arguments of :class:`MoeMlp`, the router being a :class:`Fusion`, and warns of
+    experts that start as copies, also from a dense checkpoint: they get the same gradients and stay
+    copies.
     """
 
     deploys_dense = True
 
-    def __init__(self, ffn: nn.Module, router: Fusion, num_experts: int, expert_init: str = "same", **options: Any):
+    def __init__(
+        self,
+        ffn: nn.Module,
+        router: Fusion,
+        num_experts: int,
+        expert_init: str = "same",
+        **options: Any,
+    ):
         super().__init__(ffn, router, num_experts, expert_init, **options)
         if expert_init == "same":
             self._warn_of_copies()
@@ -84,14 +93,17 @@ class FusedMlp(MoeMlp):
     def _warn_of_copies(self) -> None:
         if self.num_experts > 1:
             warnings.warn(
-                "Fused experts that begin as copies of one network have the same gradients and remain copies, so this "
-                "trains a dense network: use expert_init='independent', or a checkpoint of experts.",
+                "Fused experts that begin as copies of one network have the same gradients and "
+                "remain copies, so this trains a dense network: use expert_init='independent', or "
+                "a checkpoint of experts.",
                 stacklevel=3,
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Start with equal weights if the checkpoint has experts but no weights to fuse them."""
-        loaded = [state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict]
+        loaded = [
+            state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict
+        ]
         if len(loaded) == len(self.stacked_shapes):
             for name, value in self.router.state_dict(prefix=f"{prefix}router.").items():
                 state_dict.setdefault(name, torch.zeros_like(value, device=loaded[0].device))
@@ -108,12 +120,18 @@ class FusedMlp(MoeMlp):
     def _fused(self) -> dict[str, Tensor]:
         """Add up the experts by their weights, in float32 or wider; ValueError if other processes hold some."""
         if self.dispatcher is not None:
-            raise ValueError(f"{self.path} merges its experts, which needs all of them in each process.")
+            raise ValueError(
+                f"{self.path} merges its experts, which needs all of them in each process."
+            )
         weights_E, fused = self.router(), {}
         with no_autocast(weights_E):
             for name, stacked in self.expert_weights().items():
-                if stacked.device != weights_E.device:  # torch multiplies weights on meta to what nobody wrote
-                    raise RuntimeError(f"{name} and its weight are on different devices: move the model to one device.")
+                # Torch multiplies weights on meta to what nobody wrote.
+                if stacked.device != weights_E.device:
+                    raise RuntimeError(
+                        f"{name} and its weight are on different devices: move the model to one "
+                        "device."
+                    )
                 wide = stacked.to(torch.promote_types(stacked.dtype, weights_E.dtype))
                 summed = weights_E.to(wide.dtype) @ wide.reshape(self.num_experts, -1)
                 fused[name] = summed.view(wide.shape[1:]).to(stacked.dtype)
@@ -129,4 +147,8 @@ def _fusion(dim: int, num_experts: int, *, common_share: float) -> Fusion:
 
 
 register_notrace_module(FusedMlp)  # like the other expert layers
-register_router(RouterSpec("fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}, built_in=True))
+register_router(
+    RouterSpec(
+        "fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}, built_in=True
+    )
+)

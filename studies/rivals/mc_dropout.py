@@ -15,19 +15,23 @@ from timm_moe.layers.experts import dropouts
 def with_samples(model: Any, samples: int) -> Any:
     """Give a model a method ``forward_members``, which samples it M times: (B, channels, H, W) to logits (B, M, C).
 
-    In a ViT images are repeated at the input of the first block that has experts with dropout, so earlier blocks run
-    once; in other models at the model's input.
+    In a ViT images are repeated at the input of the first block that has experts with dropout, so
+    earlier blocks run once; in other models at the model's input.
 
     Raises:
-        ValueError: if there are fewer than 2 samples, the model has members of its own, or no experts with dropout.
+        ValueError: if there are fewer than 2 samples, the model has members of its own, or no
+            experts with dropout.
     """
     if samples < 2:
         raise ValueError(f"mc_dropout must be at least 2 samples, got {samples}.")
     if hasattr(model, "forward_members"):
-        raise ValueError(f"This {type(model).__name__} has members of its own, which are not sampled by dropout.")
+        raise ValueError(
+            f"This {type(model).__name__} has members of its own, which are not sampled by dropout."
+        )
     if not _sampled(model):
         raise ValueError(
-            f"This {type(model).__name__} has no experts with dropout: train it with --model-kwargs expert_dropout=0.1."
+            f"This {type(model).__name__} has no experts with dropout: train it with "
+            "--model-kwargs expert_dropout=0.1."
         )
 
     def forward_members(self: nn.Module, x: Tensor) -> Tensor:

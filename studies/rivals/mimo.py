@@ -14,25 +14,36 @@ from timm_moe.layers.checks import check_integer, check_number
 from timm_moe.models.ensemble import as_one_classifier
 from timm_moe.models.mixin import MoeMixin
 from timm_moe.models.registration import Variant, create_vit, register_variants, vmoe_variants
-from timm_moe.models.vision_transformer import VMOE, MoeVisionTransformer, PreLogitsVisionTransformer, create_moe_vit
+from timm_moe.models.vision_transformer import (
+    VMOE,
+    MoeVisionTransformer,
+    PreLogitsVisionTransformer,
+    create_moe_vit,
+)
 
 __all__ = ["MimoMoeVisionTransformer", "MimoVisionTransformer"]  # timm adds the entrypoints
 
 
 def draw_mixture(
-    batch: int, members: int, input_repetition: float, batch_repetitions: int, device: torch.device | None = None
+    batch: int,
+    members: int,
+    input_repetition: float,
+    batch_repetitions: int,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Draw the image that each member sees in each row of a mixed batch, (T, M) indices; see :class:`MimoMixin`.
 
     Raises:
-        ValueError: if fewer than two rows are left to shuffle, so that members would always see the same image.
+        ValueError: if fewer than two rows are left to shuffle, so that members would always see the
+            same image.
     """
     rows = batch * batch_repetitions
     shuffled = int(rows * (1 - input_repetition))
     if members > 1 and shuffled < 2:
         raise ValueError(
-            f"A batch of {batch} with input_repetition={input_repetition} leaves nothing to shuffle, so that no member "
-            "would learn to tell its image from the others: take a larger batch."
+            f"A batch of {batch} with input_repetition={input_repetition} leaves nothing to "
+            "shuffle, so that no member would learn to tell its image from the others: take a "
+            "larger batch."
         )
     image_T = torch.randperm(rows, device=device) % batch
     first_T, others_T = image_T[:shuffled], image_T[shuffled:]
@@ -55,16 +66,19 @@ def unmix(output: Tensor, image_TM: Tensor, batch: int) -> Tensor:
 class MimoMixin(VisionTransformer):
     """A Vision Transformer that takes M images at once and classifies each (pBE, 2110.03360, appendix C).
 
-    The patch embedding takes the channels of M images, the classifier has M C outputs. In training each member sees
-    another image of the batch, and the output (B, R M, C) has all logits for each image, for
-    :class:`timm_moe.MemberLoss`; timm's training tasks use it automatically. In eval mode all members see the same
-    image, and the output (B, C) is the logarithm of their mean probabilities. Features are common to all members.
+    The patch embedding takes the channels of M images, the classifier has M C outputs. In training
+    each member sees another image of the batch, and the output (B, R M, C) has all logits for each
+    image, for :class:`timm_moe.MemberLoss`; timm's training tasks use it automatically. In eval
+    mode all members see the same image, and the output (B, C) is the logarithm of their mean
+    probabilities. Features are common to all members.
 
-    Weights of an ordinary ViT are repeated M times and divided by M, in the patch embedding and the classifier.
+    Weights of an ordinary ViT are repeated M times and divided by M, in the patch embedding and the
+    classifier.
 
     Args:
         ensemble_size: M.
-        input_repetition: share of the rows of a mixed batch in which all members see the same image; below 1.
+        input_repetition: share of the rows of a mixed batch in which all members see the same
+            image; below 1.
         batch_repetitions: R, how often each member sees each image of a batch.
         in_chans: channels of one image.
         num_classes: C.
@@ -87,7 +101,9 @@ class MimoMixin(VisionTransformer):
         check_integer("ensemble_size", ensemble_size, 1)
         check_integer("batch_repetitions", batch_repetitions, 1)
         check_number("input_repetition", input_repetition, 0)
-        super().__init__(in_chans=ensemble_size * in_chans, num_classes=ensemble_size * num_classes, **kwargs)
+        super().__init__(
+            in_chans=ensemble_size * in_chans, num_classes=ensemble_size * num_classes, **kwargs
+        )
         self.num_classes = num_classes
         self.in_chans = in_chans  # timm's loaders read it
         self.ensemble_size = ensemble_size
@@ -102,7 +118,9 @@ class MimoMixin(VisionTransformer):
         if not self.training or isinstance(self.head, nn.Identity):
             return super().forward(x, *args, **kwargs)
         batch = len(x)
-        image_TM = draw_mixture(batch, self.ensemble_size, self.input_repetition, self.batch_repetitions, x.device)
+        image_TM = draw_mixture(
+            batch, self.ensemble_size, self.input_repetition, self.batch_repetitions, x.device
+        )
         return unmix(super().forward(mix(x, image_TM), *args, **kwargs), image_TM, batch)
 
     def forward_members(self, x: Tensor) -> Tensor:
@@ -136,7 +154,11 @@ class MimoMixin(VisionTransformer):
             ("head.bias", 0, 1),
         ]:
             loaded = state_dict.get(prefix + name)
-            if loaded is not None and name in own and loaded.shape[dim] * members == own[name].shape[dim]:
+            if (
+                loaded is not None
+                and name in own
+                and loaded.shape[dim] * members == own[name].shape[dim]
+            ):
                 copies = [members if d == dim else 1 for d in range(loaded.ndim)]
                 state_dict[prefix + name] = loaded.repeat(copies) / divisor
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -160,9 +182,13 @@ _DENSE = vmoe_variants("vit_mimo", "MIMO in ViT", {}, with_huge=False)
 _SPARSE = vmoe_variants("vmoe_mimo", "MIMO in V-MoE", _VMOE, with_huge=False)
 
 
-def _create_sparse(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+def _create_sparse(
+    name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]
+) -> nn.Module:
     args, dense = {**variant.own_size, **variant.args}, name.replace("vmoe", "vit")
-    model = create_moe_vit(MimoMoeVisionTransformer, name, Variant("", dense, args), pretrained, kwargs)
+    model = create_moe_vit(
+        MimoMoeVisionTransformer, name, Variant("", dense, args), pretrained, kwargs
+    )
     if isinstance(model, MimoMoeVisionTransformer):
         model.dense_args = {**(model.dense_args or {}), "ensemble_size": model.ensemble_size}
     return model

@@ -14,10 +14,11 @@ from timm_moe.training.strange_optimizers import with_hooks
 class SwitchEma:
     """A moving average of the parameters of an optimizer, copied back into the model at regular intervals.
 
-    The average is updated after each step. After every ``interval`` steps the model continues from it (section 3.2; the
-    paper switches at the end of each epoch). The two are equal then, so a run that is resumed there needs no state of
-    the average. It hooks into the optimizer and needs no further call. Create it after the weights are loaded: it
-    starts from the optimizer's parameters at that time.
+    The average is updated after each step. After every ``interval`` steps the model continues from
+    it (section 3.2; the paper switches at the end of each epoch). The two are equal then, so a run
+    that is resumed there needs no state of the average. It hooks into the optimizer and needs no
+    further call. Create it after the weights are loaded: it starts from the optimizer's parameters
+    at that time.
 
     Args:
         optimizer: an optimizer of torch or timm; the outer one if it wraps another (Lookahead).
@@ -26,8 +27,9 @@ class SwitchEma:
 
     Raises:
         TypeError: if it is not an optimizer of torch's kind.
-        ValueError: unless 0 <= decay < 1 and interval >= 1, or if the optimizer's steps cannot be followed,
-            or, at the first switch, if it keeps other weights beside the parameters (MADGRAD, schedule-free).
+        ValueError: unless 0 <= decay < 1 and interval >= 1, or if the optimizer's steps cannot be
+            followed, or, at the first switch, if it keeps other weights beside the parameters
+            (MADGRAD, schedule-free).
     """
 
     def __init__(self, optimizer: Optimizer, decay: float, interval: int):
@@ -39,10 +41,17 @@ class SwitchEma:
         self.interval = interval
         self.steps = 0
         optimizer = with_hooks(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         # In float32 or wider: narrower types would round small steps away.
-        wide = {parameter: torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters}
-        self._averages = {parameter: parameter.detach().to(dtype, copy=True) for parameter, dtype in wide.items()}
+        wide = {
+            parameter: torch.promote_types(parameter.dtype, torch.float32)
+            for parameter in parameters
+        }
+        self._averages = {
+            parameter: parameter.detach().to(dtype, copy=True) for parameter, dtype in wide.items()
+        }
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def remove(self) -> None:
@@ -63,7 +72,9 @@ class SwitchEma:
         for index, (parameter, average) in enumerate(self._averages.items()):
             for name, other in states.get(index, {}).items():
                 if name in ("x0", "z"):  # MADGRAD, schedule-free optimizers
-                    raise ValueError("This optimizer keeps weights of its own, which would undo the switch.")
+                    raise ValueError(
+                        "This optimizer keeps weights of its own, which would undo the switch."
+                    )
                 is_kept = torch.is_tensor(other) and other.shape == parameter.shape
                 if is_kept and (name == "lookahead_slow_buff" or _is_wider(other, parameter)):
                     other.copy_(average)
@@ -73,4 +84,6 @@ class SwitchEma:
 def _is_wider(other: Tensor, parameter: Tensor) -> bool:
     """Tell if a tensor of a parameter's shape is a copy of it in a wider type."""
     has_wider_type = torch.promote_types(other.dtype, parameter.dtype) != parameter.dtype
-    return has_wider_type and torch.equal(local_part(other).to(parameter.dtype), local_part(parameter))
+    return has_wider_type and torch.equal(
+        local_part(other).to(parameter.dtype), local_part(parameter)
+    )

@@ -38,20 +38,26 @@ def model():
 
 
 def save_with_names(model, folder, names):
-    save_for_hf(model, str(folder), dict(label_names=names), model_args=OPTIONS, safe_serialization=True)
+    save_for_hf(
+        model, str(folder), dict(label_names=names), model_args=OPTIONS, safe_serialization=True
+    )
     return folder
 
 
 def save(model, file, **more):
     channels = model.patch_embed.proj.in_channels
-    images = dict(img_size=32, in_chans=channels, crop_pct=1.0, mean=[0.5] * channels, std=[0.5] * channels)
+    images = dict(
+        img_size=32, in_chans=channels, crop_pct=1.0, mean=[0.5] * channels, std=[0.5] * channels
+    )
     return save_as_train_py(file, model, "vit_tiny_patch16_224", **images, **more)
 
 
 def taken(images):
     """The names of the classes and the folders of their images."""
     names = class_names(images)
-    return {(names[label], Path(file).parent.name) for file, label in images.reader.samples}, len(images)
+    return {(names[label], Path(file).parent.name) for file, label in images.reader.samples}, len(
+        images
+    )
 
 
 ALL = ({(name, name) for name in CLASSES}, 10)
@@ -59,7 +65,9 @@ ALL = ({(name, name) for name in CLASSES}, 10)
 
 def of_validate_py(folder, split="validation", class_map=""):
     """The dataset of timm's validate.py, by its own call, with the default of every other option."""
-    defaults = dict(download=False, load_bytes=False, num_samples=None, input_key=None, target_key=None)
+    defaults = dict(
+        download=False, load_bytes=False, num_samples=None, input_key=None, target_key=None
+    )
     return create_dataset(
         root=str(folder),
         name="",
@@ -83,7 +91,17 @@ def add_hidden(val):
 
 
 def add_other_endings(val):
-    for name in ("a.webp", "b.WEBP", "c.tif", "notes", ".png", "0.png.txt", "d.PNG", "e.JpEg", "f.jpg"):
+    for name in (
+        "a.webp",
+        "b.WEBP",
+        "c.tif",
+        "notes",
+        ".png",
+        "0.png.txt",
+        "d.PNG",
+        "e.JpEg",
+        "f.jpg",
+    ):
         shutil.copy(val / "class0/0.png", val / "class0" / name)
 
 
@@ -205,7 +223,9 @@ def test_a_split_that_is_not_there_is_refused(folder, split):
 
 class TestClassMap:
     def images(self, folder, content, name="classes.txt"):
-        (folder / name).write_bytes(content if isinstance(content, bytes) else "\n".join(content).encode())
+        (folder / name).write_bytes(
+            content if isinstance(content, bytes) else "\n".join(content).encode()
+        )
         return image_folder(folder, class_map=str(folder / name))
 
     @pytest.mark.parametrize("newline", ["\n", "\r\n"])
@@ -240,7 +260,9 @@ class TestClassMap:
             "\n".join(CLASSES).encode("utf-8-sig"),  # timm reads the mark as a part of the name
         ],
     )
-    def test_a_name_that_is_none_of_a_folder_beside_a_folder_without_one_is_refused(self, folder, content):
+    def test_a_name_that_is_none_of_a_folder_beside_a_folder_without_one_is_refused(
+        self, folder, content
+    ):
         with pytest.raises(ValueError, match=r"classes\.txt lacks '(class3|class0)', a folder of"):
             self.images(folder, content)
 
@@ -250,7 +272,10 @@ class TestClassMap:
             self.images(folder, CLASSES)
 
     def test_some_folders_may_be_taken(self, folder, caplog):
-        assert taken(self.images(folder, CLASSES[:2])) == ({(name, name) for name in CLASSES[:2]}, 4)
+        assert taken(self.images(folder, CLASSES[:2])) == (
+            {(name, name) for name in CLASSES[:2]},
+            4,
+        )
         assert "nothing is taken from 'class2', 'class3', 'class4'." in caplog.text
 
     def test_it_may_name_more(self, folder):
@@ -299,13 +324,16 @@ class TestOrder:
             assert class_names(image_folder(numbered)) == ["1", "2", "3", "4", "10"]
         assert "5 classes in timm's order ('2' before '10')" in caplog.text
 
-    def test_a_model_that_names_its_classes_keeps_its_order(self, numbered, model, tmp_path, caplog):
+    def test_a_model_that_names_its_classes_keeps_its_order(
+        self, numbered, model, tmp_path, caplog
+    ):
         expected = evaluate([model], self.by_string(numbered), inference=HERE)
         assert evaluate([model], image_folder(numbered), inference=HERE)["nll"] != expected["nll"]
         save_with_names(model, tmp_path / "vit", list(self.NUMBERS))
         images = image_folder(numbered)
         assert evaluate([tmp_path / "vit"], images, inference=HERE) == expected
-        assert class_names(images) == ["1", "2", "3", "4", "10"]  # the caller's images stay as they are
+        # The caller's images stay as they are.
+        assert class_names(images) == ["1", "2", "3", "4", "10"]
         assert not [record for record in caplog.records if "labels do not" in record.message]
 
     def by_string(self, folder):
@@ -315,29 +343,42 @@ class TestOrder:
     def test_a_class_map_or_member_in_another_order_is_refused(self, numbered, model, tmp_path):
         by_timm = save_with_names(model, tmp_path / "a", ["1", "2", "3", "4", "10"])
         by_string = save_with_names(model, tmp_path / "b", list(self.NUMBERS))
-        with pytest.raises(ValueError, match=r"has '10' as class 1 \(by its class map\), but .* as class 4: state"):
+        with pytest.raises(
+            ValueError, match=r"has '10' as class 1 \(by its class map\), but .* as class 4: state"
+        ):
             load_classifiers([by_timm], self.by_string(numbered))
         for other in (by_timm, model):  # one that names no classes has them in timm's order
-            with pytest.raises(ValueError, match=r"has '10' as class 1 \(by .*b\), but .* as class 4"):
+            with pytest.raises(
+                ValueError, match=r"has '10' as class 1 \(by .*b\), but .* as class 4"
+            ):
                 load_classifiers([by_string, other], image_folder(numbered))
-            with pytest.raises(ValueError, match=r"has '2' as class 1 \(by the order of .*\), but .*b as class 2"):
+            with pytest.raises(
+                ValueError, match=r"has '2' as class 1 \(by the order of .*\), but .*b as class 2"
+            ):
                 load_classifiers([other, by_string], image_folder(numbered))
 
     def test_classes_that_the_model_lacks_are_named(self, numbered, tmp_path):
-        model = save_with_names(make_model("vit_tiny_patch16_224", num_classes=4), tmp_path / "a", ["1", "2", "3", "4"])
+        model = save_with_names(
+            make_model("vit_tiny_patch16_224", num_classes=4), tmp_path / "a", ["1", "2", "3", "4"]
+        )
         with pytest.raises(ValueError, match=r"val has 5 classes, but .*a has 4, without '10'\.$"):
             load_classifiers([model], image_folder(numbered))
 
     def test_shifted_classes_are_refused_by_name(self, numbered, model, tmp_path):
         shifted = save_with_names(model, tmp_path / "a", ["0", "1", "2", "3", "4"])
-        with pytest.raises(ValueError, match=r"has '1' as class 0 \(by the order of its folders\), but .* as class 1"):
+        with pytest.raises(
+            ValueError,
+            match=r"has '1' as class 0 \(by the order of its folders\), but .* as class 1",
+        ):
             load_classifiers([shifted], image_folder(numbered))
 
     @pytest.mark.parametrize("other", ["CLASS0", "class00"])
     def test_names_without_an_order_are_refused(self, folder, other):
         """timm sorts a set by a key that is the same for both."""
         shutil.copytree(folder / "val/class0", folder / "val" / other)
-        with pytest.raises(ValueError, match=rf"has the classes '{other}' and 'class0'|'class0' and '{other}'"):
+        with pytest.raises(
+            ValueError, match=rf"has the classes '{other}' and 'class0'|'class0' and '{other}'"
+        ):
             image_folder(folder)
 
 
@@ -375,26 +416,38 @@ def test_no_image_starts_a_program(folder, model, ghostscript, road):
     if road == "masks":
         images = MaskedImages(folder / "val/class3", folder / "val/class3", preprocessing(model))
         images.pairs = [images.pairs[1]]
-    with pytest.raises(ValueError, match=r"^The image .*class3/1\.png cannot be read: cannot identify image file"):
+    with pytest.raises(
+        ValueError, match=r"^The image .*class3/1\.png cannot be read: cannot identify image file"
+    ):
         evaluate([model], images, inference=HERE) if road == "evaluate" else list(images)
     assert not ghostscript.exists()
 
 
 class TestModes:
-    @pytest.mark.parametrize(("mode", "channels"), [("HSV", 3), ("YCbCr", 3), ("RGBA", 4), ("CMYK", 4), ("LA", 2)])
+    @pytest.mark.parametrize(
+        ("mode", "channels"), [("HSV", 3), ("YCbCr", 3), ("RGBA", 4), ("CMYK", 4), ("LA", 2)]
+    )
     def test_images_have_the_mode_of_the_training(self, folder, tmp_path, mode, channels):
         model = make_model("vit_tiny_patch16_224", in_chans=channels)
         checkpoint = save(model, tmp_path / "a.pth.tar", input_img_mode=mode)
         (loaded,), images = load_classifiers([checkpoint], image_folder(folder), inference=HERE)
         timms = ImageDataset(
-            str(folder / "val"), input_img_mode=mode, transform=create_transform(**preprocessing(loaded))
+            str(folder / "val"),
+            input_img_mode=mode,
+            transform=create_transform(**preprocessing(loaded)),
         )
         x, labels = zip(*(timms[index] for index in range(10)), strict=True)
         with torch.no_grad():
-            expected = torch.nn.functional.cross_entropy(model(torch.stack(x)), torch.tensor(labels)).item()
-        assert evaluate([checkpoint], images, inference=HERE)["nll"] == pytest.approx(expected, rel=1e-5)
+            expected = torch.nn.functional.cross_entropy(
+                model(torch.stack(x)), torch.tensor(labels)
+            ).item()
+        assert evaluate([checkpoint], images, inference=HERE)["nll"] == pytest.approx(
+            expected, rel=1e-5
+        )
 
-    @pytest.mark.parametrize(("channels", "mode"), [(4, None), (3, "CMYK"), (3, "L"), (1, "RGB"), (3, "a mode")])
+    @pytest.mark.parametrize(
+        ("channels", "mode"), [(4, None), (3, "CMYK"), (3, "L"), (1, "RGB"), (3, "a mode")]
+    )
     def test_a_mode_of_other_channels_is_an_error(self, folder, tmp_path, channels, mode):
         """Raised by torch or Pillow: no images are taken for others."""
         model = make_model("vit_tiny_patch16_224", in_chans=channels)
@@ -405,7 +458,10 @@ class TestModes:
     def test_a_class_map_of_the_training_is_told(self, folder, model, tmp_path, caplog):
         checkpoint = save(model, tmp_path / "a.pth.tar", class_map="names.txt")
         load_classifiers([checkpoint], image_folder(folder), inference=HERE)
-        assert "was trained with the class map 'names.txt': without it (--class-map) the labels may" in caplog.text
+        assert (
+            "was trained with the class map 'names.txt': without it (--class-map) the labels may"
+            in caplog.text
+        )
         caplog.clear()
         (folder / "names.txt").write_text("\n".join(CLASSES))
         images = image_folder(folder, class_map=str(folder / "names.txt"))
@@ -435,8 +491,16 @@ import json, sys
 from timm_moe.analysis.data import class_names, image_folder
 print(json.dumps(class_names(image_folder(sys.argv[1]))))
 """
-    env = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], env=env, capture_output=True, check=True)
+    env = {
+        **os.environ,
+        "PYTHONUTF8": "0",
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], env=env, capture_output=True, check=True
+    )
     assert json.loads(done.stdout) == foreign_names
 
 

@@ -57,7 +57,9 @@ def save(model, name, file, mean=0.5, **stated):
 @torch.no_grad()
 def probabilities_and_labels(model, folder, mean=0.5):
     files = sorted(folder.glob("*/*.png"))
-    pixels = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files]).permute(0, 3, 1, 2)
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files]).permute(
+        0, 3, 1, 2
+    )
     labels = np.array([int(file.parent.name[-1]) for file in files])
     return model((pixels / 255 - mean) / 0.5).softmax(1).double().numpy(), labels
 
@@ -74,9 +76,17 @@ def test_one_classifier(splits, model, tmp_path):
     bins = np.ceil(p.max(1) * 15).astype(int)
     gaps = [abs((right[bins == b] - p.max(1)[bins == b]).sum()) for b in range(16)]
     assert (result.pop("images"), result.pop("members")) == (30, 1)
-    assert (result.pop("error"), result.pop("accuracy")) == ((~right).mean(), pytest.approx(right.mean()))
+    assert (result.pop("error"), result.pop("accuracy")) == (
+        (~right).mean(),
+        pytest.approx(right.mean()),
+    )
     assert result == pytest.approx(
-        {"nll": nll(p, labels), "ece": sum(gaps) / 30, "brier": ((p - np.eye(5)[labels]) ** 2).sum(1).mean()}, rel=1e-5
+        {
+            "nll": nll(p, labels),
+            "ece": sum(gaps) / 30,
+            "brier": ((p - np.eye(5)[labels]) ** 2).sum(1).mean(),
+        },
+        rel=1e-5,
     )
 
 
@@ -118,7 +128,9 @@ def test_members_of_ensembles_and_other_models_stand_side_by_side(splits):
     result = evaluate([ensemble, three], images, inference=HERE)
     assert result["members"] == 3
     for name in ("nll", "error"):
-        assert result[f"mean_member_{name}"] == pytest.approx(sum(values[name] for values in single) / 3)
+        assert result[f"mean_member_{name}"] == pytest.approx(
+            sum(values[name] for values in single) / 3
+        )
     for name in ("pairwise_kl", "cosine_similarity", "disagreement"):
         assert result[name] == pytest.approx(sum(values[name] for values in pairs) / 3)
 
@@ -126,9 +138,36 @@ def test_members_of_ensembles_and_other_models_stand_side_by_side(splits):
 def test_stated_preprocessing_is_what_images_go_through(splits, model, tmp_path, capsys):
     """As under validate.py with the same flags."""
     save_file(model.state_dict(), tmp_path / "a.safetensors")
-    spec = ["--model", "vit_tiny_patch16_224", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
-    images = ["--mean", "0.3", "--std", "0.5", "0.5", "0.5", "--crop-pct", "1", "--interpolation", "bicubic"]
-    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(splits), "-j", "0", "--device", "cpu"]
+    spec = [
+        "--model",
+        "vit_tiny_patch16_224",
+        "--num-classes",
+        "5",
+        "--model-kwargs",
+        *SMALL_VIT_KWARGS,
+    ]
+    images = [
+        "--mean",
+        "0.3",
+        "--std",
+        "0.5",
+        "0.5",
+        "0.5",
+        "--crop-pct",
+        "1",
+        "--interpolation",
+        "bicubic",
+    ]
+    arguments = [
+        "evaluate",
+        str(tmp_path / "a.safetensors"),
+        "--data-dir",
+        str(splits),
+        "-j",
+        "0",
+        "--device",
+        "cpu",
+    ]
     assert main([*arguments, *spec, *images, "--json", str(tmp_path / "a.json")]) == 0
     written = json.loads((tmp_path / "a.json").read_text())
     p, labels = probabilities_and_labels(model, splits / "val", mean=0.3)
@@ -138,8 +177,12 @@ def test_stated_preprocessing_is_what_images_go_through(splits, model, tmp_path,
 
 def test_other_data_are_told_by_confidence(splits, model, tmp_path):
     checkpoint = save(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
-    result = evaluate([checkpoint], image_folder(splits), image_folder(splits, "other"), inference=HERE)
-    inside, outside = (probabilities_and_labels(model, splits / name)[0].max(1) for name in ("val", "other"))
+    result = evaluate(
+        [checkpoint], image_folder(splits), image_folder(splits, "other"), inference=HERE
+    )
+    inside, outside = (
+        probabilities_and_labels(model, splits / name)[0].max(1) for name in ("val", "other")
+    )
     assert result["ood_images"] == 20
     assert result["auroc"] == pytest.approx((inside[:, None] > outside).mean())
     threshold = np.sort(inside)[::-1][28]  # lets 29 of 30 pass, the first share of at least 95 %
@@ -156,7 +199,17 @@ def test_autocast(splits, model):
 
 def written_by_the_command(checkpoint, splits, *options):
     file = checkpoint.with_suffix(".json")
-    arguments = ["evaluate", str(checkpoint), "--data-dir", str(splits), "-j", "0", "--device", "cpu", *options]
+    arguments = [
+        "evaluate",
+        str(checkpoint),
+        "--data-dir",
+        str(splits),
+        "-j",
+        "0",
+        "--device",
+        "cpu",
+        *options,
+    ]
     assert main([*arguments, "--json", str(file), "--overwrite"]) == 0
     return json.loads(file.read_text())
 
@@ -171,9 +224,33 @@ def test_the_command_in_mixed_precision(splits, model, tmp_path):
 
 def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
     save_file(model.state_dict(), tmp_path / "a.safetensors")
-    spec = ["--model", "vit_tiny_patch16_224", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
-    arguments = ["evaluate", str(tmp_path / "a.safetensors"), "--data-dir", str(splits), "-j", "0", "--device", "cpu"]
-    arguments += ["--ood-data-dir", str(splits / "other"), "--ood-split", "", "--json", str(tmp_path / "a.json"), *spec]
+    spec = [
+        "--model",
+        "vit_tiny_patch16_224",
+        "--num-classes",
+        "5",
+        "--model-kwargs",
+        *SMALL_VIT_KWARGS,
+    ]
+    arguments = [
+        "evaluate",
+        str(tmp_path / "a.safetensors"),
+        "--data-dir",
+        str(splits),
+        "-j",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    arguments += [
+        "--ood-data-dir",
+        str(splits / "other"),
+        "--ood-split",
+        "",
+        "--json",
+        str(tmp_path / "a.json"),
+        *spec,
+    ]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     written = json.loads((tmp_path / "a.json").read_text())
@@ -189,7 +266,9 @@ def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
     assert main([*arguments, "--overwrite"]) == 0
     file = tmp_path / "b.json"
     arguments[arguments.index("--json") + 1] = str(file)
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: file.write_text("another's") and written["metrics"])
+    monkeypatch.setattr(
+        evaluation, "evaluate", lambda *_, **__: file.write_text("another's") and written["metrics"]
+    )
     capsys.readouterr()
     assert main(arguments) == 1  # another process has written it meanwhile
     assert f"NLL                      {written['metrics']['nll']:.4f}" in capsys.readouterr().out
@@ -204,17 +283,25 @@ def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
             ["--data-dir", "{splits}", "--split", "test"],
             "has no split 'test'; its folders begin with other, val: name one",
         ),
-        (["--data-dir", "{splits}/val/class0", "--split", ""], "val/class0 has 1 classes, but a.pth.tar has 5."),
+        (
+            ["--data-dir", "{splits}/val/class0", "--split", ""],
+            "val/class0 has 1 classes, but a.pth.tar has 5.",
+        ),
         (["--data-dir", "empty", "--split", ""], "empty has no image of a class in its split ''"),
         (["b.pth.tar", "--data-dir", "{splits}"], "val has 5 classes, but b.pth.tar has 3."),
         (["c.pth.tar", "--data-dir", "{splits}"], "c.pth.tar is neither a file nor a folder"),
         (["--data-dir", "{splits}", "--ood-data-dir", "nowhere"], "'nowhere'"),
-        (["--data-dir", "{splits}", "--json", "a.pth.tar/a.json"], "a.pth.tar is a file, so a.pth.tar/a.json"),
+        (
+            ["--data-dir", "{splits}", "--json", "a.pth.tar/a.json"],
+            "a.pth.tar is a file, so a.pth.tar/a.json",
+        ),
         (["--data-dir", "{splits}", "--json", "empty"], "empty is a folder"),
         (["--data-dir", "{splits}", "--use-ema"], "a.pth.tar has no EMA weights"),
     ],
 )
-def test_errors_are_one_sentence_before_any_forward(splits, model, tmp_path, monkeypatch, capsys, arguments, message):
+def test_errors_are_one_sentence_before_any_forward(
+    splits, model, tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     save(model, "vit_tiny_patch16_224", "a.pth.tar")
@@ -222,7 +309,9 @@ def test_errors_are_one_sentence_before_any_forward(splits, model, tmp_path, mon
     checkpoint = torch.load(save(model, "vit_tiny_patch16_224", "b.pth.tar"), weights_only=False)
     checkpoint["args"].num_classes = 3
     torch.save(checkpoint, "b.pth.tar")
-    monkeypatch.setattr(timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("A model was run."))
+    monkeypatch.setattr(
+        timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("A model was run.")
+    )
     files = [argument for argument in arguments if argument.endswith(".pth.tar")]
     options = [argument.format(splits=splits) for argument in arguments[len(files) :]]
     assert main(["evaluate", "a.pth.tar", *files, *options, "-j", "0", "--device", "cpu"]) == 1
@@ -240,7 +329,9 @@ def test_an_image_that_cannot_be_read_is_named(splits, model, tmp_path, workers,
     file = tmp_path / "val/class1/3.png"
     os.truncate(file, int(keep * file.stat().st_size))
     inference = Inference(batch_size=7, workers=workers, device="cpu")
-    with pytest.raises(ValueError, match=rf"^The image {re.escape(str(file))} cannot be read: [^\n]+$"):
+    with pytest.raises(
+        ValueError, match=rf"^The image {re.escape(str(file))} cannot be read: [^\n]+$"
+    ):
         evaluate([model], image_folder(tmp_path, "val"), inference=inference)
 
 
@@ -280,7 +371,13 @@ def test_other_classes_of_the_same_number_are_warned_of(splits, model, tmp_path,
     """By the names that the folder of the model states, wherever it was trained."""
     names = [f"class{label}" for label in range(CLASSES)]
     labels = {str(number): name for number, name in enumerate(names)} if by_number else names
-    save_for_hf(model, str(tmp_path / "vit"), dict(label_names=labels), model_args=OPTIONS, safe_serialization=True)
+    save_for_hf(
+        model,
+        str(tmp_path / "vit"),
+        dict(label_names=labels),
+        model_args=OPTIONS,
+        safe_serialization=True,
+    )
     evaluate([tmp_path / "vit"], image_folder(splits, "val"), inference=HERE)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     (tmp_path / "val").mkdir()
@@ -301,12 +398,19 @@ def test_progress_is_told(splits, model, monkeypatch, caplog):
 def test_benefits_of_the_papers_table_2(capsys):
     """OneS, arXiv 2201.10890, tables 1 and 2: students of WideNet-B (77.5 %, dense 72.8 %)."""
     for accuracy, benefit in ((73.8, 21.3), (74.8, 42.6), (75.2, 51.1), (75.3, 53.2), (75.7, 61.7)):
-        assert main(["benefits", "--student", str(accuracy), "--teacher", "77.5", "--dense", "72.8"]) == 0
+        assert (
+            main(["benefits", "--student", str(accuracy), "--teacher", "77.5", "--dense", "72.8"])
+            == 0
+        )
         assert f"MoE benefits kept by the student: {benefit}%" in capsys.readouterr().out
     assert main(["benefits", "--student", "a.pth", "--teacher", "77.5", "--dense", "72.8"]) == 1
-    assert "To measure a.pth on images, name their folder with --data-dir" in capsys.readouterr().err
+    assert (
+        "To measure a.pth on images, name their folder with --data-dir" in capsys.readouterr().err
+    )
     for accuracy in ("nan", "757", "-1"):
-        assert main(["benefits", f"--student={accuracy}", "--teacher", "77.5", "--dense", "72.8"]) == 1
+        assert (
+            main(["benefits", f"--student={accuracy}", "--teacher", "77.5", "--dense", "72.8"]) == 1
+        )
         assert f"lies between 0 and 100, got {accuracy}" in capsys.readouterr().err
     assert main(["benefits", "--student", "70", "--teacher", "72.8", "--dense", "72.8"]) == 1
     assert "its experts bring nothing" in capsys.readouterr().err

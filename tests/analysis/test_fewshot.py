@@ -34,7 +34,9 @@ def write_colours(folder, distance):
             (folder / split / f"class{label}").mkdir(parents=True)
             for index in range(number):
                 colour = 100 + distance * np.eye(3)[label] + random.normal(0, 20, 3)
-                pixels = np.clip(colour + random.normal(0, 30, (32, 32, 3)), 0, 255).astype(np.uint8)
+                pixels = np.clip(colour + random.normal(0, 30, (32, 32, 3)), 0, 255).astype(
+                    np.uint8
+                )
                 Image.fromarray(pixels).save(folder / split / f"class{label}" / f"{index}.png")
     return folder
 
@@ -44,7 +46,13 @@ def folder_of(colours):
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 12), st.integers(1, 9), st.integers(2, 4), st.sampled_from(PENALTIES), st.integers(0, 99))
+@given(
+    st.integers(1, 12),
+    st.integers(1, 9),
+    st.integers(2, 4),
+    st.sampled_from(PENALTIES),
+    st.integers(0, 99),
+)
 def test_the_regression_is_its_definition(images, width, num_classes, penalty, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(images, width, generator=generator, dtype=torch.float64)
@@ -53,18 +61,32 @@ def test_the_regression_is_its_definition(images, width, num_classes, penalty, s
     mean, std = x.mean(0), x.std(0, correction=0) + 1e-5
 
     def whitened(rows):
-        return torch.cat([(rows - mean) / std, torch.full((len(rows), 1), 100.0, dtype=torch.float64)], 1)
+        return torch.cat(
+            [(rows - mean) / std, torch.full((len(rows), 1), 100.0, dtype=torch.float64)], 1
+        )
 
     y = torch.where(label[:, None] == torch.arange(num_classes), 1.0, -1.0).double()
     design = whitened(x)
-    weights = torch.linalg.solve(design.T @ design + penalty * torch.eye(width + 1, dtype=torch.float64), design.T @ y)
+    weights = torch.linalg.solve(
+        design.T @ design + penalty * torch.eye(width + 1, dtype=torch.float64), design.T @ y
+    )
     ridge = Ridge(x, label, num_classes)
-    torch.testing.assert_close(ridge.scores(others, penalty), whitened(others) @ weights, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        ridge.scores(others, penalty), whitened(others) @ weights, rtol=1e-6, atol=1e-5
+    )
 
 
 @settings(max_examples=30)
-@given(st.integers(2, 12), st.integers(1, 9), st.integers(2, 4), st.sampled_from(PENALTIES), st.integers(0, 99))
-def test_the_left_out_error_is_that_of_regressions_without_the_image(images, width, num_classes, penalty, seed):
+@given(
+    st.integers(2, 12),
+    st.integers(1, 9),
+    st.integers(2, 4),
+    st.sampled_from(PENALTIES),
+    st.integers(0, 99),
+)
+def test_the_left_out_error_is_that_of_regressions_without_the_image(
+    images, width, num_classes, penalty, seed
+):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(images, width, generator=generator, dtype=torch.float64)
     label = torch.randint(num_classes, (images,), generator=generator)
@@ -75,13 +97,16 @@ def test_the_left_out_error_is_that_of_regressions_without_the_image(images, wid
     for left_out in range(images):
         rows, targets = (torch.cat([part[:left_out], part[left_out + 1 :]]) for part in (design, y))
         gram = rows.T @ rows + penalty * torch.eye(width + 1, dtype=torch.float64)
-        squares.append((design[left_out] @ torch.linalg.solve(gram, rows.T @ targets) - y[left_out]).square())
+        squares.append(
+            (design[left_out] @ torch.linalg.solve(gram, rows.T @ targets) - y[left_out]).square()
+        )
     error = Ridge(x, label, num_classes).left_out_error(penalty)
     assert error == pytest.approx(torch.stack(squares).mean().item(), rel=1e-4)
 
 
 def test_the_penalty_is_of_the_best_mean_rank():
-    accuracy = torch.tensor([[0.1, 0.5, 0.4], [0.2, 0.3, 0.9], [0.1, 0.3, 0.2]])  # ranks 0 2 1, 0 1 2, 0 2 1
+    # Ranks 0 2 1, 0 1 2, 0 2 1.
+    accuracy = torch.tensor([[0.1, 0.5, 0.4], [0.2, 0.3, 0.9], [0.1, 0.3, 0.2]])
     assert _best_penalty(accuracy) == 1
     assert _best_penalty(torch.full((2, 4), 0.5)) == 0
 
@@ -90,7 +115,8 @@ def test_accuracies_are_those_of_a_loop_by_hand(colours):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
     results = fewshot([model], [folder_of(colours)], (1, 4), draws=2, inference=HERE)
     assert [(result.shots, result.members) for result in results] == [(1, "joint"), (4, "joint")]
-    assert results == fewshot([model], [folder_of(colours)], (1, 4), draws=2, inference=HERE)  # the draws repeat
+    # The draws repeat.
+    assert results == fewshot([model], [folder_of(colours)], (1, 4), draws=2, inference=HERE)
 
     def features(split):
         images = image_folder(colours, split)
@@ -131,7 +157,8 @@ def test_members_are_joined_or_take_part_one_by_one(colours):
     assert results[0].standard_error is None
     alone = fewshot([dense], [folder_of(colours)], (2,), draws=1, inference=HERE)
     twice = fewshot([dense, dense], [folder_of(colours)], (2,), draws=1, inference=HERE)
-    assert twice[1].accuracy == twice[2].accuracy == alone[0].accuracy  # the mean of two equal regressions
+    # The mean of two equal regressions.
+    assert twice[1].accuracy == twice[2].accuracy == alone[0].accuracy
 
 
 class Brightness(nn.Module):
@@ -169,22 +196,42 @@ def test_a_member_counts_by_what_it_says_of_images_left_out(tmp_path):
     accuracy = []
     for _ in range(2):
         of_class = [(labels[0] == number).nonzero().flatten() for number in range(CLASSES)]
-        chosen = torch.cat([rows[torch.randperm(TRAIN, generator=generator)[:6]] for rows in of_class])
+        chosen = torch.cat(
+            [rows[torch.randperm(TRAIN, generator=generator)[:6]] for rows in of_class]
+        )
         scores = 0
         for x, others in zip(*features, strict=True):
             ridge = Ridge(x[chosen], labels[0][chosen], CLASSES)
-            scores = scores + ridge.scores(others, weighted.penalty) / ridge.left_out_error(weighted.penalty)
+            scores = scores + ridge.scores(others, weighted.penalty) / ridge.left_out_error(
+                weighted.penalty
+            )
         accuracy.append((scores.argmax(1) == labels[1]).double().mean().item())
     assert weighted.accuracy == pytest.approx(np.mean(accuracy))
-    telling, noise = (Ridge(x[chosen], labels[0][chosen], CLASSES).left_out_error(1) for x in features[0][:2])
+    telling, noise = (
+        Ridge(x[chosen], labels[0][chosen], CLASSES).left_out_error(1) for x in features[0][:2]
+    )
     assert telling < 0.5 * noise
     assert weighted.accuracy > disjoint.accuracy + 0.1
 
 
 def test_the_command_writes_what_it_prints(colours, tmp_path, capsys):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
-    timm.models.save_for_hf(model, str(tmp_path / "model"), model_args=SMALL_VIT, safe_serialization=True)
-    options = ["--split", "test", "--shots", "1", "2", "--draws", "2", "-j", "0", "--json", str(tmp_path / "out.json")]
+    timm.models.save_for_hf(
+        model, str(tmp_path / "model"), model_args=SMALL_VIT, safe_serialization=True
+    )
+    options = [
+        "--split",
+        "test",
+        "--shots",
+        "1",
+        "2",
+        "--draws",
+        "2",
+        "-j",
+        "0",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
     folders = ["--data-dir", str(colours), str(colours)]
     assert main(["fewshot", str(tmp_path / "model"), *folders, *options]) == 0
     printed = capsys.readouterr().out
@@ -196,11 +243,33 @@ def test_the_command_writes_what_it_prints(colours, tmp_path, capsys):
 
 def test_the_seed_repeats_the_draws(colours, tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
-    timm.models.save_for_hf(model, str(tmp_path / "model"), model_args=SMALL_VIT, safe_serialization=True)
-    options = ["--data-dir", str(colours), "--split", "test", "--shots", "1", "--draws", "3", "-j", "0", "--overwrite"]
+    timm.models.save_for_hf(
+        model, str(tmp_path / "model"), model_args=SMALL_VIT, safe_serialization=True
+    )
+    options = [
+        "--data-dir",
+        str(colours),
+        "--split",
+        "test",
+        "--shots",
+        "1",
+        "--draws",
+        "3",
+        "-j",
+        "0",
+        "--overwrite",
+    ]
     results = []
     for seed in ("1", "1", "2"):
-        command = ["fewshot", str(tmp_path / "model"), *options, "--seed", seed, "--json", str(tmp_path / "out.json")]
+        command = [
+            "fewshot",
+            str(tmp_path / "model"),
+            *options,
+            "--seed",
+            seed,
+            "--json",
+            str(tmp_path / "out.json"),
+        ]
         assert main(command) == 0
         results.append(json.loads((tmp_path / "out.json").read_text())["results"])
     assert results[0] == results[1] != results[2]
@@ -227,8 +296,12 @@ def test_a_class_without_images_is_named(colours, tmp_path, capsys):
             (tmp_path / split / name).symlink_to(colours / split / name)
     (tmp_path / "map.txt").write_text("class0\nclass1\nclass2\n")
     options = ["--data-dir", str(tmp_path), "--split", "test", "--shots", "1", "-j", "0"]
-    assert main(["fewshot", "no-such-model", *options, "--class-map", str(tmp_path / "map.txt")]) == 1
-    message = f"timm-moe: error: 1 shots are asked for, but class class2 of {tmp_path} has 0 images.\n"
+    assert (
+        main(["fewshot", "no-such-model", *options, "--class-map", str(tmp_path / "map.txt")]) == 1
+    )
+    message = (
+        f"timm-moe: error: 1 shots are asked for, but class class2 of {tmp_path} has 0 images.\n"
+    )
     assert capsys.readouterr().err == message
 
 

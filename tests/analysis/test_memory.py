@@ -1,6 +1,7 @@
 """Memory of a pass over images: a batch leaves rows of numbers behind, and no tensor of its own.
 
-Small tensors of every batch would lie between the large ones that are freed, whose memory then is not given back.
+Small tensors of every batch would lie between the large ones that are freed, whose memory then is
+not given back.
 """
 
 import gc
@@ -24,7 +25,9 @@ IMAGES = 20
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    return image_folder(write_images(tmp_path_factory.mktemp("data"), {"val": IMAGES // 2}, ["a", "b"]))
+    return image_folder(
+        write_images(tmp_path_factory.mktemp("data"), {"val": IMAGES // 2}, ["a", "b"])
+    )
 
 
 def tensors():

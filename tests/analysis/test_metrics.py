@@ -44,7 +44,8 @@ def test_probabilities_that_rounding_brings_above_one():
     calibration = metrics.CalibrationError(2, from_logits=False)
     calibration.update(torch.tensor([[0.9, 0.1], [1.0000001, 0.0], [0.9, 0.1], [1.0, 0.0]]), labels)
     assert calibration.compute() == pytest.approx(0.05, abs=1e-6)
-    close_scores = torch.tensor([1.0000001, 0.9999999]), torch.tensor([0.9999998, 0.2])  # equal as logits
+    # Equal as logits.
+    close_scores = torch.tensor([1.0000001, 0.9999999]), torch.tensor([0.9999998, 0.2])
     assert metrics.separation(*close_scores) == {"auroc": 1, "fpr_at_95": 0}
 
 
@@ -55,21 +56,32 @@ def slow_calibration_error(confidence, correct, bins=15):
     for index, (low, high) in enumerate(pairwise(bounds)):
         chosen = (confidence >= low) & ((confidence < high) | (index == bins - 1))
         if chosen.any():
-            total += chosen.sum() * abs(correct[chosen].mean(dtype=float) - confidence[chosen].mean(dtype=float))
+            total += chosen.sum() * abs(
+                correct[chosen].mean(dtype=float) - confidence[chosen].mean(dtype=float)
+            )
     return total / len(confidence)
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.floats(0.5, 1, width=32) | st.just(1.0), st.booleans()), min_size=1, max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.floats(0.5, 1, width=32) | st.just(1.0), st.booleans()),
+        min_size=1,
+        max_size=30,
+    )
+)
 def test_calibration_error_has_fifteen_bins_of_which_the_last_holds_one(cases):
     confidence = torch.tensor([confidence for confidence, _ in cases])
     correct = torch.tensor([correct for _, correct in cases])
     metric = metrics.CalibrationError(2, from_logits=False)
     for part in (slice(0, 7), slice(7, None)):
         if len(confidence[part]):
-            metric.update(torch.stack([confidence, 1 - confidence], 1)[part], (~correct).long()[part])
+            metric.update(
+                torch.stack([confidence, 1 - confidence], 1)[part], (~correct).long()[part]
+            )
     outputs = torch.stack([confidence, 1 - confidence], 1)
-    seen, predicted = metrics.log_probabilities(outputs, False)[:, 0].exp().clamp(max=1).max(1)  # a logarithm and back
+    # A logarithm and back.
+    seen, predicted = metrics.log_probabilities(outputs, False)[:, 0].exp().clamp(max=1).max(1)
     seen, right = seen.numpy(), (predicted == (~correct).long()).numpy()
     assert metric.compute().item() == pytest.approx(slow_calibration_error(seen, right), abs=1e-9)
     np.testing.assert_allclose(seen, confidence.numpy(), atol=1e-6)
@@ -78,8 +90,10 @@ def test_calibration_error_has_fifteen_bins_of_which_the_last_holds_one(cases):
 def test_a_confidence_of_one_shares_its_bin():
     metric = metrics.CalibrationError(2, from_logits=False)
     metric.update(torch.tensor([[1.0, 0.0], [0.95, 0.05]]), torch.tensor([1, 0]))
-    assert metric.compute() == pytest.approx((1.95 - 1) / 2)  # with a bin of its own, (1 + 0.05) / 2
-    metric = metrics.CalibrationError(2, from_logits=False, n_bins=10)  # a bin holds its lower bound
+    # With a bin of its own, (1 + 0.05) / 2.
+    assert metric.compute() == pytest.approx((1.95 - 1) / 2)
+    # A bin holds its lower bound.
+    metric = metrics.CalibrationError(2, from_logits=False, n_bins=10)
     metric.update(torch.tensor([[0.5, 0.5], [0.55, 0.45]]), torch.tensor([1, 0]))
     assert metric.compute() == pytest.approx((1.05 - 1) / 2)
 
@@ -103,9 +117,14 @@ def test_out_of_distribution(case):
 @given(scores=st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=60))
 def test_out_of_distribution_by_pairs(scores):
     """Compare each image with each of the other data; equal scores count half."""
-    scores_in, scores_out = [1, *(s for s, is_in in scores if is_in)], [7, *(s for s, is_in in scores if not is_in)]
+    scores_in, scores_out = (
+        [1, *(s for s, is_in in scores if is_in)],
+        [7, *(s for s, is_in in scores if not is_in)],
+    )
     found = metrics.separation(torch.tensor(scores_in) / 8, torch.tensor(scores_out) / 8)
     pairs = [1.0 if high > low else 0.5 * (high == low) for high in scores_in for low in scores_out]
     assert found["auroc"] == pytest.approx(np.mean(pairs), abs=1e-6)
     reached = sorted(scores_in)[len(scores_in) // 20]  # by 95 % of them
-    assert found["fpr_at_95"] == pytest.approx(np.mean([score >= reached for score in scores_out]), abs=1e-6)
+    assert found["fpr_at_95"] == pytest.approx(
+        np.mean([score >= reached for score in scores_out]), abs=1e-6
+    )

@@ -82,7 +82,12 @@ def test_a_copy_goes_on_from_its_state_and_changes_nothing_of_the_first(name):
     assert metric.state_dict()
     loaded = ALL[name]()
     loaded.load_state_dict(metric.state_dict())
-    for other in (loaded, metric.clone(), copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
+    for other in (
+        loaded,
+        metric.clone(),
+        copy.deepcopy(metric),
+        pickle.loads(pickle.dumps(metric)),
+    ):
         close(value(other, *others), value(ALL[name](), data()))
     close(metric.compute(), value(ALL[name](), first))
 
@@ -170,7 +175,8 @@ def worker(rank, folder):
         metric.compute()
         metric.update(*first)  # to the process's own state
         close(metric.compute(), value(alone(), data(), first, first))
-        close(value(make(), *(own if rank else [])), value(alone(), *others))  # one process has no images
+        # One process has no images.
+        close(value(make(), *(own if rank else [])), value(alone(), *others))
         close(make(dist_sync_on_step=True)(*own[0]), value(alone(), first, others[0]))
     torch.distributed.destroy_process_group()
 
@@ -186,7 +192,9 @@ def test_a_metric_takes_any_floating_point_type(name, dtype):
     outputs, labels = data()
     outputs = outputs.to(dtype)
     expected = value(ALL[name](), (outputs.double(), labels))
-    torch.testing.assert_close(value(ALL[name](), (outputs, labels.int())), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        value(ALL[name](), (outputs, labels.int())), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -197,7 +205,10 @@ def test_probabilities_of_a_narrow_type(dtype):
     labels = probabilities.argmax(1)
     expected = value(metrics.NegativeLogLikelihood(False), (probabilities, labels))
     torch.testing.assert_close(
-        value(metrics.NegativeLogLikelihood(False), (probabilities.to(dtype), labels)), expected, rtol=1e-2, atol=1e-2
+        value(metrics.NegativeLogLikelihood(False), (probabilities.to(dtype), labels)),
+        expected,
+        rtol=1e-2,
+        atol=1e-2,
     )
 
 
@@ -229,10 +240,14 @@ def test_masked_classes():
     logits, labels = data()
     masked = torch.cat([logits, torch.full((len(logits), MEMBERS, 1), -float("inf"))], 2)
     for name, make in ALL.items():
-        wider = metrics.CalibrationError(CLASSES + 1, n_bins=make().n_bins) if "ece" in name else make()
+        wider = (
+            metrics.CalibrationError(CLASSES + 1, n_bins=make().n_bins) if "ece" in name else make()
+        )
         close(value(wider, (masked, labels)), value(make(), (logits, labels)))
     one_alone = torch.tensor([[[0.0, 0.0, -float("inf")], [0.0, 0.0, 0.0]]])
-    assert value(metrics.PairwiseKL(), (one_alone, torch.tensor([0]))) == pytest.approx(math.log(1.5))
+    assert value(metrics.PairwiseKL(), (one_alone, torch.tensor([0]))) == pytest.approx(
+        math.log(1.5)
+    )
     assert value(metrics.PairwiseKL(), (one_alone.flip(1), torch.tensor([0]))) == float("inf")
 
 

@@ -53,9 +53,36 @@ def vit():
 
 # --- values without end
 
-READ = ("model", "num_classes", "in_chans", "gp", "model_kwargs", "input_size", "img_size", "mean", "std", "crop_pct")
-PUBLISHED = ("dataset", "initial_checkpoint", "pretrained_path", "pretrained", "eval_metric", "lr", "opt", "model_ema")
-DEPENDENT = ("amp", "amp_dtype", "kd_model_name", "distill_loss_weight", "interpolation", "crop_mode")
+READ = (
+    "model",
+    "num_classes",
+    "in_chans",
+    "gp",
+    "model_kwargs",
+    "input_size",
+    "img_size",
+    "mean",
+    "std",
+    "crop_pct",
+)
+PUBLISHED = (
+    "dataset",
+    "initial_checkpoint",
+    "pretrained_path",
+    "pretrained",
+    "eval_metric",
+    "lr",
+    "opt",
+    "model_ema",
+)
+DEPENDENT = (
+    "amp",
+    "amp_dtype",
+    "kd_model_name",
+    "distill_loss_weight",
+    "interpolation",
+    "crop_mode",
+)
 
 
 @pytest.mark.parametrize("kind", NESTS)
@@ -72,17 +99,30 @@ def test_a_nested_argument(quickly, tmp_path, name, kind):
 
 @pytest.mark.parametrize("kind", NESTS)
 def test_nests_in_other_places(quickly, tmp_path, kind):
-    content = {**torch.load(save_as_train_py(tmp_path / "a.pth", vit()), weights_only=False), "metric": 1.0}
+    content = {
+        **torch.load(save_as_train_py(tmp_path / "a.pth", vit()), weights_only=False),
+        "metric": 1.0,
+    }
     changes = [
         {"args": nest(kind)},
-        {"epoch": nest(kind), "args": argparse.Namespace(**vars(content["args"]), eval_metric="top1")},
-        {"metric": nest(kind), "args": argparse.Namespace(**vars(content["args"]), eval_metric="top1")},
+        {
+            "epoch": nest(kind),
+            "args": argparse.Namespace(**vars(content["args"]), eval_metric="top1"),
+        },
+        {
+            "metric": nest(kind),
+            "args": argparse.Namespace(**vars(content["args"]), eval_metric="top1"),
+        },
         {
             "args": argparse.Namespace(
                 **{**vars(content["args"]), "model_kwargs": {**OPTIONS, "patch_size": nest(kind)}}
             )
         },
-        {"args": argparse.Namespace(**{**vars(content["args"]), "model_kwargs": {"x": nest(kind)}})},
+        {
+            "args": argparse.Namespace(
+                **{**vars(content["args"]), "model_kwargs": {"x": nest(kind)}}
+            )
+        },
         {"state_dict": nest(kind)},
         {"state_dict": {"head.weight": nest(kind)}},
     ]
@@ -100,14 +140,23 @@ def test_nests_in_other_places(quickly, tmp_path, kind):
 def test_commands_on_a_nest(quickly, tmp_path, capsys):
     stated = dict(model_kwargs={"patch_size": nest()}, mean=nest(), dataset=nest())
     file = save_as_train_py(tmp_path / "a.pth", vit(), **stated)
-    for command in (["info", file], ["export", file, tmp_path / "out"], ["push", file, "user/vit", "--dry-run"]):
+    for command in (
+        ["info", file],
+        ["export", file, tmp_path / "out"],
+        ["push", file, "user/vit", "--dry-run"],
+    ):
         assert main(list(map(str, command))) == 1
         assert len(capsys.readouterr().err) < 500
 
 
 @pytest.mark.parametrize("kind", NESTS)
 def test_any_value_is_shown_in_a_few_words(quickly, kind):
-    for value in (nest(kind), [nest(kind)] * 10**5, {"a" * 10**6: "b" * 10**6}, ["x" * 10**6] * 10**6):
+    for value in (
+        nest(kind),
+        [nest(kind)] * 10**5,
+        {"a" * 10**6: "b" * 10**6},
+        ["x" * 10**6] * 10**6,
+    ):
         assert 0 < len(shown(value)) < 200
     assert 0 < len(shown(10**5000)) < 200
     assert shown([0.5, 0.25]) == "[0.5, 0.25]"
@@ -122,7 +171,9 @@ def test_a_tensor_may_claim_more_than_it_holds(ewa_vit, tmp_path):
     state_dict = {**ewa_vit.state_dict(), "head.weight": torch.zeros(1, 1).expand(10**6, 32)}
     file = save_as_train_py(tmp_path / "a.pth", ewa_vit, num_classes=10**6)
     torch.save({**torch.load(file, weights_only=False), "state_dict": state_dict}, file)
-    with pytest.raises(ValueError, match=r"a\.pth states more elements of head\.weight than it holds"):
+    with pytest.raises(
+        ValueError, match=r"a\.pth states more elements of head\.weight than it holds"
+    ):
         load_source(file)
 
 
@@ -142,7 +193,9 @@ def test_a_record_may_claim_more_than_the_file(quickly, tmp_path):
 
 
 def test_experts_of_a_dense_checkpoint_are_the_users_choice(dense_vit, tmp_path):
-    file = save_as_train_py(tmp_path / "a.pth", dense_vit, model_kwargs={**OPTIONS, "num_experts": 16})
+    file = save_as_train_py(
+        tmp_path / "a.pth", dense_vit, model_kwargs={**OPTIONS, "num_experts": 16}
+    )
     assert timm_moe.moe_layers(load_source(file))["blocks.1.mlp"].num_experts == 16
     file = save_as_train_py(tmp_path / "a.pth", dense_vit)
     model = load_source(file, ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, "num_experts": 100}))

@@ -1,7 +1,7 @@
 """Files that would lead elsewhere: every command on them, watched by Python's own auditing.
 
-A process that opens no socket, and writes, reads and makes nothing but what the command is about, can neither fetch
-nor plant anything, whatever the file states.
+A process that opens no socket, and writes, reads and makes nothing but what the command is about,
+can neither fetch nor plant anything, whatever the file states.
 """
 
 import itertools
@@ -81,9 +81,13 @@ def args(**more):
 
 URL = "http://127.0.0.1:9/evil.pth"
 IMAGES = ["--data-dir", "images", "-j", "0", "--device", "cpu"]
-#: What a hostile checkpoint states for train.py's arguments, and what is said of it; None where it is of no use.
+#: What a hostile checkpoint states for train.py's arguments, and what is said of it; None where it
+#: is of no use.
 CHECKPOINTS = {
-    "download": (kwargs(pretrained=True, cache_dir="{elsewhere}", pretrained_cfg={"url": URL}), "pretrained"),
+    "download": (
+        kwargs(pretrained=True, cache_dir="{elsewhere}", pretrained_cfg={"url": URL}),
+        "pretrained",
+    ),
     "cache": (kwargs(cache_dir="{elsewhere}"), "cache_dir"),
     "config": (kwargs(pretrained_cfg={"url": URL, "file": "{secret}"}), "pretrained_cfg"),
     "overlay": (kwargs(pretrained_cfg_overlay={"file": "{secret}"}, pretrained=True), "pretrained"),
@@ -103,18 +107,33 @@ CHECKPOINTS = {
     "channels": ({"in_chans": "three"}, "vit_tiny_moe cannot be created"),
     "mean": ({"mean": [float("nan")] * 3}, "mean"),
     "crop": ({"crop_pct": -5.0}, "crop_pct"),
-    "pretrained": ({"pretrained": True, "pretrained_path": "{secret}", "initial_checkpoint": "{secret}"}, None),
-    "data": ({"data_dir": "{elsewhere}", "data": "/", "train_split": "..", "resume": "{secret}"}, None),
+    "pretrained": (
+        {"pretrained": True, "pretrained_path": "{secret}", "initial_checkpoint": "{secret}"},
+        None,
+    ),
+    "data": (
+        {"data_dir": "{elsewhere}", "data": "/", "train_split": "..", "resume": "{secret}"},
+        None,
+    ),
     "teacher": ({"kd_model_name": "hf-hub:nobody/nothing", "class_map": "{secret}"}, None),
 }
 #: The same of a folder's config.json.
 FOLDERS = {
     "url": (overlay(url=URL, custom_load=True), None),
     "file": (overlay(file="{secret}", source=""), None),
-    "repository": (overlay(hf_hub_id="nobody/nothing", source="hf-hub", hf_hub_filename="x.bin"), None),
+    "repository": (
+        overlay(hf_hub_id="nobody/nothing", source="hf-hub", hf_hub_filename="x.bin"),
+        None,
+    ),
     "weights": (overlay(state_dict={"x": 1}), None),
-    "architecture": (lambda config: config.update(architecture="hf-hub:nobody/nothing"), "hf-hub:nobody/nothing"),
-    "architecture as folder": (lambda config: config.update(architecture="local-dir:{elsewhere}"), "local-dir:"),
+    "architecture": (
+        lambda config: config.update(architecture="hf-hub:nobody/nothing"),
+        "hf-hub:nobody/nothing",
+    ),
+    "architecture as folder": (
+        lambda config: config.update(architecture="local-dir:{elsewhere}"),
+        "local-dir:",
+    ),
     "download": (args(pretrained_cfg={"url": URL}), "pretrained_cfg"),
     "cache": (args(cache_dir="{elsewhere}"), "cache_dir"),
     "another checkpoint": (args(checkpoint_path="{secret}"), "checkpoint_path"),
@@ -175,21 +194,34 @@ def runs(request, root, places):
     work, torch_state = root / "work", torch.random.get_rng_state()
     sources = {}
     for kind, (stated, _) in CHECKPOINTS.items():
-        file = save_as_train_py(work / f"{kind}.pth", routed(), "vit_tiny_moe", **filled(stated, places))
+        file = save_as_train_py(
+            work / f"{kind}.pth", routed(), "vit_tiny_moe", **filled(stated, places)
+        )
         sources[f"{kind} in a checkpoint"] = file.name
     for kind, (change, _) in FOLDERS.items():
         file = save_folder(work / kind, change) / "config.json"
         file.write_text(json.dumps(filled(json.loads(file.read_text()), places)))
         sources[f"{kind} in a folder"] = kind
     torch.random.set_rng_state(torch_state)
-    pairs = [item.callspec.params["pair"] for item in request.session.items if "runs" in item.fixturenames]
+    pairs = [
+        item.callspec.params["pair"]
+        for item in request.session.items
+        if "runs" in item.fixturenames
+    ]
     ran = [
-        [argument.format(source=sources[case], out=f"out-{case}-{command}") for argument in COMMANDS[command]]
+        [
+            argument.format(source=sources[case], out=f"out-{case}-{command}")
+            for argument in COMMANDS[command]
+        ]
         for case, command in pairs
     ]
     before = everything_in(root)
-    done = run_code(WATCHED, cwd=work, input=json.dumps(ran), MPLCONFIGDIR=str(work / "out-matplotlib"))
-    told = [line.removeprefix("RAN ") for line in done.stdout.splitlines() if line.startswith("RAN ")]
+    done = run_code(
+        WATCHED, cwd=work, input=json.dumps(ran), MPLCONFIGDIR=str(work / "out-matplotlib")
+    )
+    told = [
+        line.removeprefix("RAN ") for line in done.stdout.splitlines() if line.startswith("RAN ")
+    ]
     assert len(told) == len(ran), done.stderr[-3000:]
     assert everything_in(root) == before
     results = [json.loads(line)[1:] for line in told]
@@ -198,7 +230,9 @@ def runs(request, root, places):
 
 def everything_in(root):
     """All files but the outputs, with their contents."""
-    files = (file for file in root.rglob("*") if not str(file.relative_to(root)).startswith("work/out-"))
+    files = (
+        file for file in root.rglob("*") if not str(file.relative_to(root)).startswith("work/out-")
+    )
     return {str(file): file.read_bytes() if file.is_file() else None for file in files}
 
 
@@ -208,13 +242,16 @@ def test_what_a_file_states_leads_nowhere(runs, root, places, pair):
     (status, events), err = runs[pair]
     temporary = os.path.realpath(tempfile.gettempdir())
     for event, path in events:
-        assert not event.startswith(("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix")), path
+        assert not event.startswith(
+            ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix")
+        ), path
         assert not path.startswith(places["elsewhere"]), (event, path)
         assert path != "/", event
         if event not in ("open", "os.listdir", "os.scandir"):  # it changes something
             own = path.startswith((str(root / "work/out-"), str(root / "work/.out-"), "/dev/null"))
             passing = path.startswith(temporary) and not path.startswith(str(root))
-            probe = (event, path) == ("write", str(root / "work"))  # a nameless file: can outputs be made here?
+            # A nameless file: can outputs be made here?
+            probe = (event, path) == ("write", str(root / "work"))
             assert own or passing or probe, (event, path)
     assert "Traceback" not in err
     assert status == (CASES[case] is not None), err

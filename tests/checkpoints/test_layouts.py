@@ -35,15 +35,30 @@ def prefixed(prefix, state_dict):
 
 
 EMA = {
-    "train.py": lambda trained, ema: {"state_dict": trained.state_dict(), "state_dict_ema": ema.state_dict()},
-    "model_ema": lambda trained, ema: {"model": trained.state_dict(), "model_ema": ema.state_dict()},
-    "timm's class": lambda trained, ema: {"model": trained.state_dict(), "model_ema": ModelEmaV3(ema).state_dict()},
+    "train.py": lambda trained, ema: {
+        "state_dict": trained.state_dict(),
+        "state_dict_ema": ema.state_dict(),
+    },
+    "model_ema": lambda trained, ema: {
+        "model": trained.state_dict(),
+        "model_ema": ema.state_dict(),
+    },
+    "timm's class": lambda trained, ema: {
+        "model": trained.state_dict(),
+        "model_ema": ModelEmaV3(ema).state_dict(),
+    },
     "ema with its decay": lambda trained, ema: {
         "model": trained.state_dict(),
         "ema": {"module": ema.state_dict(), "decay": 0.999, "updates": 7},
     },
-    "torch's class": lambda trained, ema: {"state_dict": trained.state_dict(), "ema": AveragedModel(ema).state_dict()},
-    "compiled": lambda trained, ema: {"model": trained.state_dict(), "model_ema": torch.compile(ema).state_dict()},
+    "torch's class": lambda trained, ema: {
+        "state_dict": trained.state_dict(),
+        "ema": AveragedModel(ema).state_dict(),
+    },
+    "compiled": lambda trained, ema: {
+        "model": trained.state_dict(),
+        "model_ema": torch.compile(ema).state_dict(),
+    },
     "Lightning's WeightAveraging": lambda trained, ema: {
         "state_dict": prefixed("model.", ema.state_dict()),
         "current_model_state": prefixed("model.", trained.state_dict()),
@@ -58,7 +73,9 @@ EMA = {
     },
     "a callback of Lightning": lambda trained, ema: {
         "state_dict": prefixed("model.", trained.state_dict()),
-        "callbacks": {"EMACallback{'decay': 0.9}": {"ema_state_dict": prefixed("model.", ema.state_dict())}},
+        "callbacks": {
+            "EMACallback{'decay': 0.9}": {"ema_state_dict": prefixed("model.", ema.state_dict())}
+        },
     },
 }
 
@@ -67,7 +84,8 @@ EMA = {
 def test_ema_weights_are_found(layout, tmp_path):
     trained, ema = vit(), vit()
     torch.save(
-        {**EMA[layout](trained, ema), "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}, tmp_path / "a.pth"
+        {**EMA[layout](trained, ema), "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}},
+        tmp_path / "a.pth",
     )
     for use_ema, model in ((True, ema), (False, ema if "Averaging" in layout else trained)):
         loaded = load(tmp_path / "a.pth", use_ema)
@@ -83,7 +101,8 @@ def test_ema_weights_are_found(layout, tmp_path):
         ),
         (
             {"ema_0.99": {"a": torch.ones(1)}, "ema_0.999": {"a": torch.ones(1)}},
-            "several EMA weights that are known, but ema_0.99, ema_0.999: write the weights to take to a file",
+            "several EMA weights that are known, but ema_0.99, ema_0.999: write the weights to "
+            "take to a file",
         ),
     ],
 )
@@ -124,7 +143,9 @@ HARMLESS = {
 
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_harmless_objects_are_read(kind, tmp_path):
-    args = argparse.Namespace(model="vit_tiny_ewa_moe", num_classes=5, model_kwargs=OPTIONS, extra=HARMLESS[kind])
+    args = argparse.Namespace(
+        model="vit_tiny_ewa_moe", num_classes=5, model_kwargs=OPTIONS, extra=HARMLESS[kind]
+    )
     file = tmp_path / "a.pth.tar"
     torch.save({"state_dict": vit().state_dict(), "args": args, "more": HARMLESS[kind]}, file)
     assert isinstance(load_source(file), nn.Module)
@@ -141,7 +162,10 @@ def test_numbers_and_paths_stay_what_they_say(tmp_path):
     ]
     torch.save({"held": held, "big endian": np.array(258, ">i4")[()]}, tmp_path / "a.pth")
     read = read_checkpoint(tmp_path / "a.pth")
-    assert read == {"held": [0.1, 0.5, -3, True, "a/b", datetime.date(2026, 1, 2)], "big endian": 258}
+    assert read == {
+        "held": [0.1, 0.5, -3, True, "a/b", datetime.date(2026, 1, 2)],
+        "big endian": 258,
+    }
     assert {type(value) for value in read["held"]} == {float, int, bool, str, datetime.date}
 
 
@@ -153,5 +177,7 @@ class Shell:
 @pytest.mark.parametrize("bad", [Shell(), decimal.Decimal(1), np.array([Shell()], dtype=object)])
 def test_the_rest_is_refused_with_the_remedy(bad, tmp_path):
     torch.save({"state_dict": vit().state_dict(), "more": bad}, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match=r"runs code when it is read \(.*\), which is refused: write its weights"):
+    with pytest.raises(
+        ValueError, match=r"runs code when it is read \(.*\), which is refused: write its weights"
+    ):
         read_checkpoint(tmp_path / "a.pth")

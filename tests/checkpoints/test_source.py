@@ -22,7 +22,14 @@ from timm_moe.model_config import preprocessing
 from timm_moe.models.registered import registered_models
 from timm_moe_cli import main
 
-ARGUMENTS = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS]
+ARGUMENTS = [
+    "--model",
+    "vit_tiny_ewa_moe",
+    "--num-classes",
+    "5",
+    "--model-kwargs",
+    *SMALL_VIT_KWARGS,
+]
 
 
 def warnings(caplog):
@@ -31,7 +38,9 @@ def warnings(caplog):
 
 def same(model, other):
     weights, others = model.state_dict(), other.state_dict()
-    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    return weights.keys() == others.keys() and all(
+        torch.equal(weights[name], others[name]) for name in weights
+    )
 
 
 @pytest.fixture
@@ -45,8 +54,16 @@ def folder(ewa_vit, tmp_path):
 
 def test_what_files_of_each_family_state_is_allowed():
     for name, options in SMALL.items():
-        assert {"num_classes", "in_chans", *options} <= architecture_arguments(f"{name}_ewa_moe"), name
-    assert {"num_experts", "top_k", "embed_dim", "img_size", "official_compat"} <= architecture_arguments("widenet_b")
+        assert {"num_classes", "in_chans", *options} <= architecture_arguments(f"{name}_ewa_moe"), (
+            name
+        )
+    assert {
+        "num_experts",
+        "top_k",
+        "embed_dim",
+        "img_size",
+        "official_compat",
+    } <= architecture_arguments("widenet_b")
     assert {"shifted_patches", "base_dims"} <= architecture_arguments("pit_xs_32_ewa_moe")
     assert {"stem_width", "window_size"} <= architecture_arguments("maxvit_tiny_tf_224_ewa_moe")
 
@@ -76,8 +93,13 @@ def test_nothing_that_leads_elsewhere_is_allowed(name):
 
 def test_what_the_user_states_goes_before_the_file(ewa_vit, tmp_path):
     """Also where the file states what it may not."""
-    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, model_kwargs={**OPTIONS, "cache_dir": "/x", "num_experts": 9})
-    with pytest.raises(ValueError, match=r"a\.pth states the argument cache_dir for vit_tiny_ewa_moe, which is none"):
+    file = save_as_train_py(
+        tmp_path / "a.pth", ewa_vit, model_kwargs={**OPTIONS, "cache_dir": "/x", "num_experts": 9}
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"a\.pth states the argument cache_dir for vit_tiny_ewa_moe, which is none",
+    ):
         load_source(file)
     spec = ModelSpec(kwargs={"cache_dir": None, "num_experts": 4})
     assert same(load_source(file, spec), ewa_vit)
@@ -88,7 +110,18 @@ def test_a_student_is_exported_by_the_folder_that_the_user_names(ewa_vit, folder
     save_as_train_py(tmp_path / "a.pth", ewa_vit, model=f"local-dir:{folder}", model_kwargs={})
     assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out")]) == 1
     assert "say yourself where it is, with --model local-dir:FOLDER" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out"), "--model", f"local-dir:{folder}"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "a.pth"),
+                str(tmp_path / "out"),
+                "--model",
+                f"local-dir:{folder}",
+            ]
+        )
+        == 0
+    )
 
 
 # --- folders, as strictly as they were saved
@@ -118,20 +151,30 @@ UNFIT = {
     "a smaller depth": _config(lambda config: config["model_args"].update(depth=3)),
     "channels": _config(lambda config: config["model_args"].update(in_chans=1)),
     "experts": _config(lambda config: config["model_args"].update(num_experts=2)),
-    "not strict": _config(lambda config: config["model_args"].update(pretrained_strict=False, num_classes=6)),
-    "a dense network": _weights(
-        lambda weights: weights.update({"blocks.1.mlp.fc1.weight": weights["blocks.1.mlp.fc1.weight"][0].clone()})
+    "not strict": _config(
+        lambda config: config["model_args"].update(pretrained_strict=False, num_classes=6)
     ),
-    "a tensor too many": _weights(lambda weights: weights.update({"pre_logits.fc.weight": torch.zeros(1)})),
+    "a dense network": _weights(
+        lambda weights: weights.update(
+            {"blocks.1.mlp.fc1.weight": weights["blocks.1.mlp.fc1.weight"][0].clone()}
+        )
+    ),
+    "a tensor too many": _weights(
+        lambda weights: weights.update({"pre_logits.fc.weight": torch.zeros(1)})
+    ),
     "a tensor too few": _weights(lambda weights: weights.pop("head.bias")),
     "mean": _config(lambda config: config["pretrained_cfg"].update(mean=[float("nan")] * 3)),
     "huge mean": _config(lambda config: config["pretrained_cfg"].update(mean=[0.5, 0.5])),
     "std": _config(lambda config: config["pretrained_cfg"].update(std=[0.5, 0, 0.5])),
     "crop": _config(lambda config: config["pretrained_cfg"].update(crop_pct=-5)),
     "crop mode": _config(lambda config: config["pretrained_cfg"].update(crop_mode="x")),
-    "interpolation": _config(lambda config: config["pretrained_cfg"].update(interpolation=["bicubic"])),
+    "interpolation": _config(
+        lambda config: config["pretrained_cfg"].update(interpolation=["bicubic"])
+    ),
     "input size": _config(lambda config: config["pretrained_cfg"].update(input_size=[3, 0, 32])),
-    "test size": _config(lambda config: config["pretrained_cfg"].update(test_input_size=[3, 10**9, 10**9])),
+    "test size": _config(
+        lambda config: config["pretrained_cfg"].update(test_input_size=[3, 10**9, 10**9])
+    ),
     "labels": _config(lambda config: config.update(label_names=[1, 2])),
     "text": _config(lambda config: config["pretrained_cfg"].update(license={"x": 1})),
 }
@@ -140,13 +183,22 @@ UNFIT = {
 @pytest.mark.parametrize("unfit", UNFIT)
 def test_a_folder_that_does_not_fit_is_refused(folder, unfit):
     UNFIT[unfit](folder)
-    with pytest.raises(ValueError, match=r"^local-dir:.*vit cannot be created from its config\.json and weights: \S+"):
+    with pytest.raises(
+        ValueError,
+        match=r"^local-dir:.*vit cannot be created from its config\.json and weights: \S+",
+    ):
         load_source(folder)
 
 
 @pytest.mark.parametrize(
     "command",
-    ["export {} out", "export --moe {} out", "push {} user/vit --dry-run", "push --moe {} a/b --dry-run", "info {}"],
+    [
+        "export {} out",
+        "export --moe {} out",
+        "push {} user/vit --dry-run",
+        "push --moe {} a/b --dry-run",
+        "info {}",
+    ],
 )
 def test_every_command_refuses_it(folder, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
@@ -170,15 +222,22 @@ def test_a_repository_is_loaded_as_a_folder(ewa_vit, folder, monkeypatch):
     torch.save(ewa_vit.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     assert same(load_source("hf-hub:user/vit@v1"), ewa_vit)
-    assert asked == [("user/vit", file, "v1") for file in ("config.json", "model.safetensors", "pytorch_model.bin")]
+    assert asked == [
+        ("user/vit", file, "v1")
+        for file in ("config.json", "model.safetensors", "pytorch_model.bin")
+    ]
     UNFIT["a greater depth"](folder)
-    with pytest.raises(ValueError, match=r"^hf-hub:user/vit cannot be created from its config\.json and weights: "):
+    with pytest.raises(
+        ValueError, match=r"^hf-hub:user/vit cannot be created from its config\.json and weights: "
+    ):
         load_source("hf-hub:user/vit")
 
 
 def test_options_go_before_those_of_a_folder(folder):
     assert (
-        timm_moe.moe_layers(load_source(folder, ModelSpec(kwargs={"share_rate": 0.1})))["blocks.1.mlp"].share_rate
+        timm_moe.moe_layers(load_source(folder, ModelSpec(kwargs={"share_rate": 0.1})))[
+            "blocks.1.mlp"
+        ].share_rate
         == 0.1
     )
     with pytest.raises(ValueError, match=r"head\.weight"):
@@ -208,13 +267,18 @@ def test_the_older_layout_of_a_config(ewa_vit, folder):
 
 
 def test_no_nan_in_json(tmp_path):
-    write_json(tmp_path / "a.json", {"metrics": {"normalized_disagreement": math.inf, "nll": [math.nan, 1.0]}})
+    write_json(
+        tmp_path / "a.json",
+        {"metrics": {"normalized_disagreement": math.inf, "nll": [math.nan, 1.0]}},
+    )
     written = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     assert written["metrics"] == {"normalized_disagreement": None, "nll": [None, 1.0]}
 
 
 @pytest.mark.parametrize("stated", [dict(img_size=32), dict(input_size=[3, 32, 32])])
-@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe", "swin_tiny_patch4_window7_224_ewa_moe"])
+@pytest.mark.parametrize(
+    "model", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe", "swin_tiny_patch4_window7_224_ewa_moe"]
+)
 def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, stated):
     """Newer train.py gives a model of a fixed size --img-size by timm's own function; a Swin's weights do not tell."""
     options = {name: value for name, value in OPTIONS.items() if name != "img_size"}
@@ -258,7 +322,9 @@ def test_an_image_size_of_training_alone(ewa_vit, tmp_path):
 
 
 def test_preprocessing_is_told_with_its_origin(ewa_vit, tmp_path, capsys, caplog):
-    file = save_as_train_py(tmp_path / "a.pth", ewa_vit, std=[0.2] * 3, crop_pct=0.8, mean=[0.3] * 3, img_size=32)
+    file = save_as_train_py(
+        tmp_path / "a.pth", ewa_vit, std=[0.2] * 3, crop_pct=0.8, mean=[0.3] * 3, img_size=32
+    )
     caplog.set_level(logging.INFO, "timm_moe")
     options = ["--mean", "0.1", "0.2", "0.3", "--crop-pct", "0.7", "--interpolation", "bilinear"]
     assert main(["export", str(file), str(tmp_path / "out"), *options]) == 0
@@ -274,7 +340,9 @@ def test_preprocessing_is_told_with_its_origin(ewa_vit, tmp_path, capsys, caplog
 
 def test_weights_alone_make_preprocessing_a_guess(ewa_vit, tmp_path, caplog):
     save_file(ewa_vit.state_dict(), tmp_path / "a.safetensors")
-    load_source(tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, dict(mean=(0.5,))))
+    load_source(
+        tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, dict(mean=(0.5,)))
+    )
     (warning,) = warnings(caplog)
     assert "a.safetensors does not say how images were prepared in its training" in warning
     assert warning.endswith("is a guess: state --std, --crop-pct, --interpolation.")
@@ -282,7 +350,12 @@ def test_weights_alone_make_preprocessing_a_guess(ewa_vit, tmp_path, caplog):
     stated = dict(mean=(0.5,), std=(0.5,), crop_pct=1.0, interpolation="bicubic")
     load_source(tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, stated))
     tagged = "vit_tiny_ewa_moe.augreg_in21k_ft_in1k"  # whose preprocessing was asked for by that
-    assert preprocessing(load_source(tmp_path / "a.safetensors", ModelSpec(tagged, 5, OPTIONS)))["mean"] == (0.5,) * 3
+    assert (
+        preprocessing(load_source(tmp_path / "a.safetensors", ModelSpec(tagged, 5, OPTIONS)))[
+            "mean"
+        ]
+        == (0.5,) * 3
+    )
     assert not warnings(caplog)
 
 
@@ -295,7 +368,11 @@ def test_a_config_that_says_nothing_of_images_makes_it_a_guess(folder, caplog):
 
 def test_what_is_stated_holds_for_validate_py_too(ewa_vit):
     """It prefers entries for tests, which were those of other weights."""
-    ewa_vit.pretrained_cfg = {**ewa_vit.pretrained_cfg, "test_crop_pct": 1.0, "test_input_size": (3, 48, 48)}
+    ewa_vit.pretrained_cfg = {
+        **ewa_vit.pretrained_cfg,
+        "test_crop_pct": 1.0,
+        "test_input_size": (3, 48, 48),
+    }
     model = load_source(ewa_vit, ModelSpec(preprocessing=dict(crop_pct=0.7, img_size=32)))
     config = timm.data.resolve_data_config({}, model=model, use_test_size=True)
     assert (config["crop_pct"], config["input_size"]) == (0.7, (3, 32, 32))
@@ -342,18 +419,23 @@ def test_a_dense_file_under_a_routed_name_is_told(dense_vit, tmp_path, caplog):
     load_source(tmp_path / "c.pth", ModelSpec("vit_tiny_moe", 5, OPTIONS, stated))
     assert not warnings(caplog)
     caplog.set_level(logging.INFO, "timm_moe")
-    for model in (trained, timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)):  # what timm's scripts do
+    # What timm's scripts do.
+    for model in (trained, timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)):
         caplog.clear()
         model.load_state_dict(dense_vit.state_dict())
         told = [text for text in caplog.messages if "routers untrained" in text]
         assert len(told) == (model is trained)
 
 
-@pytest.mark.parametrize("files", [["last.pth.tar", "args.yaml"], ["model.safetensors"], ["README.md"]])
+@pytest.mark.parametrize(
+    "files", [["last.pth.tar", "args.yaml"], ["model.safetensors"], ["README.md"]]
+)
 def test_folders_without_a_config(tmp_path, files):
     for file in files:
         (tmp_path / file).touch()
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no config.json: name a checkpoint"):
+    with pytest.raises(
+        FileNotFoundError, match=f"{tmp_path} has no config.json: name a checkpoint"
+    ):
         load_source(tmp_path)
 
 
@@ -361,16 +443,23 @@ def test_folders_without_a_config(tmp_path, files):
 def test_weights_that_are_part_of_another_module(ewa_vit, tmp_path, caplog, prefix):
     """As Lightning's LightningModule keeps them beside a criterion, and Trainer those of a wrapped model."""
     weights = {f"{prefix}{name}": tensor for name, tensor in ewa_vit.state_dict().items()}
-    checkpoint = {"state_dict": {**weights, "criterion.weight": torch.ones(5)}, "pytorch-lightning_version": "2.5"}
+    checkpoint = {
+        "state_dict": {**weights, "criterion.weight": torch.ones(5)},
+        "pytorch-lightning_version": "2.5",
+    }
     torch.save(checkpoint, tmp_path / "a.ckpt")
     caplog.set_level(logging.INFO, "timm_moe")
     assert same(load_source(tmp_path / "a.ckpt", SPEC), ewa_vit)
     assert f"under {prefix.partition('.')[0]}; not taken: criterion.weight." in caplog.text
     if prefix == "model.":
-        both = {**weights, **{name.replace("model.", "net.", 1): tensor for name, tensor in weights.items()}}
+        both = {
+            **weights,
+            **{name.replace("model.", "net.", 1): tensor for name, tensor in weights.items()},
+        }
         torch.save({"state_dict": both}, tmp_path / "b.ckpt")
         with pytest.raises(
-            ValueError, match=r"b\.ckpt holds several models, under model\. and net\.: write the weights"
+            ValueError,
+            match=r"b\.ckpt holds several models, under model\. and net\.: write the weights",
         ):
             load_source(tmp_path / "b.ckpt", SPEC)
 
@@ -380,7 +469,10 @@ def test_a_folder_of_transformers(dense_vit, tmp_path):
     save_for_hf(dense_vit, str(tmp_path / "vit"), model_args=OPTIONS, safe_serialization=True)
     weights = {f"timm_model.{name}": tensor for name, tensor in dense_vit.state_dict().items()}
     save_file(weights, tmp_path / "vit/model.safetensors")
-    edit(tmp_path / "vit", lambda config: config.update(model_type="timm_wrapper", architectures=["TimmWrapper"]))
+    edit(
+        tmp_path / "vit",
+        lambda config: config.update(model_type="timm_wrapper", architectures=["TimmWrapper"]),
+    )
     assert same(load_source(tmp_path / "vit"), dense_vit)
     save_file({**weights, "criterion.weight": torch.ones(5)}, tmp_path / "vit/model.safetensors")
     with pytest.raises(ValueError, match="the weights hold more than the model's"):
@@ -390,10 +482,13 @@ def test_a_folder_of_transformers(dense_vit, tmp_path):
 @pytest.mark.parametrize(
     "command",
     [
-        "export a.pth out --model {}", "export --moe a.pth out --model {}", "push a.pth user/vit --dry-run --model {}",
-        "info {}", "info ./a.pth --model {}",
+        "export a.pth out --model {}",
+        "export --moe a.pth out --model {}",
+        "push a.pth user/vit --dry-run --model {}",
+        "info {}",
+        "info ./a.pth --model {}",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_mo", "vit_tinyewa_moe.augreg_in21k"])
 def test_a_mistyped_name_gets_the_nearest(ewa_vit, tmp_path, monkeypatch, capsys, command, name):
     monkeypatch.chdir(tmp_path)
@@ -404,7 +499,9 @@ def test_a_mistyped_name_gets_the_nearest(ewa_vit, tmp_path, monkeypatch, capsys
 
 def test_what_is_said_of_a_trainings_images(ewa_vit, tmp_path, caplog):
     load_source(save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, naflex_loader=True))
-    assert "was trained with --naflex-loader: here its images are cropped to one size" in caplog.text
+    assert (
+        "was trained with --naflex-loader: here its images are cropped to one size" in caplog.text
+    )
     file = save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, class_map="names.txt")
     caplog.clear()
     timm_moe.export_dense(file, tmp_path / "without")
@@ -416,7 +513,9 @@ def test_what_is_said_of_a_trainings_images(ewa_vit, tmp_path, caplog):
 def test_the_epsilon_of_batch_norms_is_that_of_the_training(tmp_path):
     trained = timm.create_model("test_efficientnet", num_classes=5, bn_eps=0.1)
     loaded = load_source(
-        save_as_train_py(tmp_path / "last.pth.tar", trained, "test_efficientnet", model_kwargs={}, bn_eps=0.1)
+        save_as_train_py(
+            tmp_path / "last.pth.tar", trained, "test_efficientnet", model_kwargs={}, bn_eps=0.1
+        )
     )
     images = torch.randn(2, 3, 64, 64)
     assert torch.equal(loaded.eval()(images), trained.eval()(images))
@@ -429,10 +528,17 @@ def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeyp
     assert "4 in each of 2 layers" in expected
     torch.save(ewa_vit.state_dict(), "weights.pth")
     save_as_train_py("last.pth.tar", ewa_vit)
-    for arguments in (["./last.pth.tar"], ["vit"], [f"local-dir:{folder}"], ["weights.pth", *ARGUMENTS]):
+    for arguments in (
+        ["./last.pth.tar"],
+        ["vit"],
+        [f"local-dir:{folder}"],
+        ["weights.pth", *ARGUMENTS],
+    ):
         assert main(["info", *arguments]) == 0
         lines = capsys.readouterr().out.splitlines()
-        norms = [line for line in lines if line.startswith("  LayerNorm divergence   norm1.weight 0, ")]
+        norms = [
+            line for line in lines if line.startswith("  LayerNorm divergence   norm1.weight 0, ")
+        ]
         assert [line for line in lines if line not in norms] == expected.splitlines()
         assert len(norms) == 1  # of a name there are no weights to compare
     timm_moe.export_dense(ewa_vit, tmp_path / "dense")

@@ -43,16 +43,26 @@ def attend(rest, block, heads, x, region):
     tokens = x.reshape(n * n, dim)
     qkv = tokens @ rest[f"{block}.attn.qkv.weight"].T + rest[f"{block}.attn.qkv.bias"]
     q, k, v = (part.reshape(n * n, heads, -1) for part in qkv.split(dim, 1))
-    hidden = coordinates(n) @ rest[f"{block}.attn.cpb_mlp.0.weight"].T + rest[f"{block}.attn.cpb_mlp.0.bias"]
+    hidden = (
+        coordinates(n) @ rest[f"{block}.attn.cpb_mlp.0.weight"].T
+        + rest[f"{block}.attn.cpb_mlp.0.bias"]
+    )
     biases = hidden.relu() @ rest[f"{block}.attn.cpb_mlp.2.weight"].T
     out = torch.zeros_like(v)
     for head in range(heads):
         for i in range(n * n):
             scores = k[:, head] @ q[i, head] / (dim // heads) ** 0.5
-            of_i = [biases[i // n - j // n + n - 1, i % n - j % n + n - 1, head] for j in range(n * n)]
+            of_i = [
+                biases[i // n - j // n + n - 1, i % n - j % n + n - 1, head] for j in range(n * n)
+            ]
             is_far = region.flatten() != region.flatten()[i]
-            out[i, head] = (scores + torch.stack(of_i)).masked_fill(is_far, -torch.inf).softmax(0) @ v[:, head]
-    out = out.reshape(n * n, dim) @ rest[f"{block}.attn.proj.weight"].T + rest[f"{block}.attn.proj.bias"]
+            out[i, head] = (scores + torch.stack(of_i)).masked_fill(is_far, -torch.inf).softmax(
+                0
+            ) @ v[:, head]
+    out = (
+        out.reshape(n * n, dim) @ rest[f"{block}.attn.proj.weight"].T
+        + rest[f"{block}.attn.proj.bias"]
+    )
     return out.reshape(n, n, dim)
 
 
@@ -64,9 +74,17 @@ def feed_forward(rest, experts, block, token):
     if f"{gate}wg.weight" in rest:
         logits = rest[f"{gate}wg.weight"] @ token
     else:
-        projected = rest[f"{gate}cosine_projector.weight"] @ token + rest[f"{gate}cosine_projector.bias"]
+        projected = (
+            rest[f"{gate}cosine_projector.weight"] @ token + rest[f"{gate}cosine_projector.bias"]
+        )
         columns = rest[f"{gate}sim_matrix"]
-        logits = projected @ columns / projected.norm() / columns.norm(dim=0) * rest[f"{gate}temperature"].exp()
+        logits = (
+            projected
+            @ columns
+            / projected.norm()
+            / columns.norm(dim=0)
+            * rest[f"{gate}temperature"].exp()
+        )
     gates, whole = logits.softmax(0), experts[block]
     e = int(gates.argmax())
     return gates[e] * (gelu(whole["fc1_w"][e] @ token + whole["fc1_bias"][e]) @ whole["fc2_w"][e])
@@ -82,7 +100,9 @@ def reference(rest, experts, image):
     for i in range(GRIDS[0]):
         for j in range(GRIDS[0]):
             patch = image[:, i * PATCH : (i + 1) * PATCH, j * PATCH : (j + 1) * PATCH]
-            x[i, j] = (rest["patch_embed.proj.weight"] * patch).sum((1, 2, 3)) + rest["patch_embed.proj.bias"]
+            x[i, j] = (rest["patch_embed.proj.weight"] * patch).sum((1, 2, 3)) + rest[
+                "patch_embed.proj.bias"
+            ]
     x = normalised(rest, "patch_embed.norm", x)
     for layer, depth in enumerate(DEPTHS):
         for number in range(depth):
@@ -93,7 +113,9 @@ def reference(rest, experts, image):
                 attended[place] = attend(rest, block, HEADS[layer], inside[place], region)
             x = x + attended
             tokens = normalised(rest, f"{block}.norm2", x).flatten(0, 1)
-            x = x + torch.stack([feed_forward(rest, experts, block, token) for token in tokens]).view_as(x)
+            x = x + torch.stack(
+                [feed_forward(rest, experts, block, token) for token in tokens]
+            ).view_as(x)
         if layer < 3:
             merged = torch.cat([x[i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
             reduction = rest[f"layers.{layer}.downsample.reduction.weight"]
@@ -104,7 +126,9 @@ def reference(rest, experts, image):
 def assert_equal_to_reference(imported, file, rest, experts):
     model = timm.create_model(imported.name, **imported.kwargs).double()
     model.load_state_dict(load_file(file))
-    images = torch.randn(2, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    images = torch.randn(
+        2, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(1), dtype=DOUBLE
+    )
     expected = torch.stack([reference(rest, experts, image) for image in images])
     torch.testing.assert_close(model.eval()(images), expected, rtol=0, atol=1e-9)
     return model
@@ -160,20 +184,29 @@ def test_the_command_prints_the_line_that_loads_the_file(tmp_path, capsys):
 
 def test_a_dense_file_has_no_word_about_experts(tmp_path, capsys):
     torch.save({"model": whole_model()[0]}, tmp_path / "dense.pth.global")
-    assert main(["import-swin-moe", str(tmp_path / "dense"), str(tmp_path / "out.safetensors")]) == 0
+    assert (
+        main(["import-swin-moe", str(tmp_path / "dense"), str(tmp_path / "out.safetensors")]) == 0
+    )
     out = capsys.readouterr().out
     assert "top_k" not in out
-    assert eval(re.search(r"timm\.create_model\(.*\)", out)[0], {"timm": timm}).num_classes == CLASSES
+    assert (
+        eval(re.search(r"timm\.create_model\(.*\)", out)[0], {"timm": timm}).num_classes == CLASSES
+    )
 
 
 def test_imported_weights_can_be_trained_with_other_classes(tmp_path):
     prefix, file = write(tmp_path, *whole_model(4), 2), tmp_path / "out.safetensors"
     imported = import_checkpoint(prefix, file)
     kwargs = {**imported.kwargs, "num_classes": 3}
-    model = timm.create_model(imported.name, pretrained=True, pretrained_cfg_overlay=dict(file=str(file)), **kwargs)
-    (model(torch.randn(2, 3, IMAGE, IMAGE)).square().mean() + timm_moe.auxiliary_loss(model)).backward()
+    model = timm.create_model(
+        imported.name, pretrained=True, pretrained_cfg_overlay=dict(file=str(file)), **kwargs
+    )
+    (
+        model(torch.randn(2, 3, IMAGE, IMAGE)).square().mean() + timm_moe.auxiliary_loss(model)
+    ).backward()
     assert torch.equal(
-        model.layers[2].blocks[1].mlp.fc1.weight, load_file(file)["layers.2.blocks.1.mlp.fc1.weight"].float()
+        model.layers[2].blocks[1].mlp.fc1.weight,
+        load_file(file)["layers.2.blocks.1.mlp.fc1.weight"].float(),
     )
 
 
@@ -181,18 +214,27 @@ def of_size(name, num_experts):
     """Find a registered model by the shapes that its published files would have."""
     with torch.device("meta"):
         model = timm.create_model(name, num_experts=num_experts, num_classes=21841)
-        rest = {"patch_embed.proj.weight": model.patch_embed.proj.weight, "head.weight": model.head.fc.weight}
+        rest = {
+            "patch_embed.proj.weight": model.patch_embed.proj.weight,
+            "head.weight": model.head.fc.weight,
+        }
         for path, block in model.named_modules():
             if isinstance(block, SwinTransformerBlock):
                 window = block.window_size[0]
                 rest[f"{path}.attn.cpb_mlp.2.weight"] = torch.empty(block.attn.num_heads, 512)
-                rest[f"{path}.attn.relative_coords_table"] = torch.empty(1, 2 * window - 1, 2 * window - 1, 2)
+                rest[f"{path}.attn.relative_coords_table"] = torch.empty(
+                    1, 2 * window - 1, 2 * window - 1, 2
+                )
                 if block.attn_mask is not None:
                     rest[f"{path}.attn_mask"] = block.attn_mask
                 if isinstance(block.mlp, MoeMlp):
                     gate, dim = f"{path}.mlp._moe_layer.gates.0", block.attn.dim
                     is_cosine = isinstance(block.mlp.router, CosineRouter)
-                    part, shape = ("sim_matrix", (256, num_experts)) if is_cosine else ("wg.weight", (num_experts, dim))
+                    part, shape = (
+                        ("sim_matrix", (256, num_experts))
+                        if is_cosine
+                        else ("wg.weight", (num_experts, dim))
+                    )
                     rest[f"{gate}.{part}"] = torch.empty(*shape)
                 else:
                     rest[f"{path}.mlp.fc1.weight"] = block.mlp.fc1.weight
@@ -205,7 +247,9 @@ def test_the_published_sizes_are_recognised(name):
     blocks = dict(moe_layers="5,7,9,11,13,15,17,19,21,23", num_classes=21841)
     assert model_of(of_size(name, num_experts)) == (name, blocks)
     other, kwargs = model_of(of_size(name, 64))
-    assert kwargs == {"num_experts": 64, **blocks} | ({"score": "cosine"} if "cosine" in name else {})
+    assert kwargs == {"num_experts": 64, **blocks} | (
+        {"score": "cosine"} if "cosine" in name else {}
+    )
     assert other.startswith(name.partition("_192")[0])
 
 
@@ -235,10 +279,26 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
         ("master", remove("layers.0.blocks.0.attn.relative_coords_table"), "other names or shapes"),
         ("master", remove(GATE), f"The array {re.escape(EXPERT)[:-2]}.* has no place"),
         ("master", lambda model: model.clear(), "other names or shapes"),
-        ("master", lambda model: model.update(absolute_pos_embed=torch.ones(1)), "absolute_pos_embed has no place"),
-        ("master", lambda model: model.update({BIAS: torch.ones(1, 1, 32)}), "fc2_bias is not zero"),
-        ("master", lambda model: model.update({GATE: torch.ones(8, 32)}), "4 .rank files do not hold 8 experts of 128"),
-        ("master", lambda model: model["norm.bias"].fill_(math.nan), "array norm.bias holds NaN or Inf"),
+        (
+            "master",
+            lambda model: model.update(absolute_pos_embed=torch.ones(1)),
+            "absolute_pos_embed has no place",
+        ),
+        (
+            "master",
+            lambda model: model.update({BIAS: torch.ones(1, 1, 32)}),
+            "fc2_bias is not zero",
+        ),
+        (
+            "master",
+            lambda model: model.update({GATE: torch.ones(8, 32)}),
+            "4 .rank files do not hold 8 experts of 128",
+        ),
+        (
+            "master",
+            lambda model: model["norm.bias"].fill_(math.nan),
+            "array norm.bias holds NaN or Inf",
+        ),
         (
             "master",
             lambda model: model.update({"layers.9999999999.blocks.0.x": torch.ones(1)}),
@@ -246,10 +306,26 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
         ),
         ("master", lambda model: model.update({"norm.bias": "text"}), "swin.pth.master has no "),
         ("rank2", remove(EXPERT), "rank2 and .*rank0 are of different checkpoints"),
-        ("rank1", lambda model: model.update({EXPERT: torch.ones(1, 128, 31)}), "rank1 and .* different checkpoints"),
-        ("rank1", lambda model: model.update({"more": torch.ones(1)}), "rank1 and .* different checkpoints"),
-        ("rank1", lambda model: model.update({EXPERT: torch.ones(1, 1, 1).expand(1, 128, 32)}), "rank1 states more el"),
-        ("master", lambda model: model.update({"norm.bias": torch.ones(64, dtype=torch.bool)}), "holds norm.bias as"),
+        (
+            "rank1",
+            lambda model: model.update({EXPERT: torch.ones(1, 128, 31)}),
+            "rank1 and .* different checkpoints",
+        ),
+        (
+            "rank1",
+            lambda model: model.update({"more": torch.ones(1)}),
+            "rank1 and .* different checkpoints",
+        ),
+        (
+            "rank1",
+            lambda model: model.update({EXPERT: torch.ones(1, 1, 1).expand(1, 128, 32)}),
+            "rank1 states more el",
+        ),
+        (
+            "master",
+            lambda model: model.update({"norm.bias": torch.ones(64, dtype=torch.bool)}),
+            "holds norm.bias as",
+        ),
         ("rank3", lambda model: model[EXPERT].fill_(math.inf), "fc1.weight holds NaN or Inf"),
     ],
 )
@@ -265,17 +341,24 @@ def test_other_arrays_than_a_swin_moes(suffix, edit, message, tmp_path):
 def test_files_of_processes_that_are_missing(num_experts, tmp_path):
     prefix = write(tmp_path, *whole_model(num_experts), 4)
     (tmp_path / "swin.pth.rank3").unlink()
-    with pytest.raises(ValueError, match=rf"The 3 .rank files do not hold {num_experts} experts of 128 hidden units"):
+    with pytest.raises(
+        ValueError,
+        match=rf"The 3 .rank files do not hold {num_experts} experts of 128 hidden units",
+    ):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     (tmp_path / "swin.pth.rank1").unlink()
-    with pytest.raises(FileNotFoundError, match=r"swin.pth.rank1 is missing: put the files of all processes beside"):
+    with pytest.raises(
+        FileNotFoundError, match=r"swin.pth.rank1 is missing: put the files of all processes beside"
+    ):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     (tmp_path / "swin.pth.rank2").unlink()
     (tmp_path / "swin.pth.rank0").unlink()
     with pytest.raises(FileNotFoundError, match=r"swin.pth.rank0 is missing"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     (tmp_path / "swin.pth.master").unlink()
-    with pytest.raises(FileNotFoundError, match=r"There is no .*swin.pth.master: give the path that"):
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no .*swin.pth.master: give the path that"
+    ):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -293,7 +376,10 @@ def test_files_of_others_in_the_folder_do_not_matter(tmp_path):
 def test_a_file_that_was_copied_over_another(tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     (tmp_path / "swin.pth.rank2").write_bytes((tmp_path / "swin.pth.rank0").read_bytes())
-    with pytest.raises(ValueError, match=r"Two .rank files hold the same experts in layers.2.blocks.1: one was copied"):
+    with pytest.raises(
+        ValueError,
+        match=r"Two .rank files hold the same experts in layers.2.blocks.1: one was copied",
+    ):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
 
 
@@ -313,7 +399,9 @@ class Code:
 def test_a_file_that_runs_code(tmp_path, capsys):
     prefix = write(tmp_path, *whole_model(4), 4)
     torch.save({"model": {}, "config": Code()}, f"{prefix}.pth.rank1")
-    with pytest.raises(ValueError, match=r"rank1 runs code when it is read \(builtins.print\), which is refused"):
+    with pytest.raises(
+        ValueError, match=r"rank1 runs code when it is read \(builtins.print\), which is refused"
+    ):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     assert capsys.readouterr().out == ""
 

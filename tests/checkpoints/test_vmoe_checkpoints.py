@@ -30,7 +30,9 @@ FORMATS = ["vmoe_tiny", "vmoe_tiny_trainstate", "vmoe_tiny_old_trainstate", "vmo
 
 @pytest.fixture(scope="module")
 def expected():
-    return {name: torch.from_numpy(array) for name, array in np.load(FOLDER / "expected.npz").items()}
+    return {
+        name: torch.from_numpy(array) for name, array in np.load(FOLDER / "expected.npz").items()
+    }
 
 
 @pytest.fixture
@@ -42,7 +44,9 @@ def copy(tmp_path):
 
 
 def load(imported, file, **kwargs):
-    return timm.create_model(imported.name, **imported.kwargs, checkpoint_path=str(file), **kwargs).eval()
+    return timm.create_model(
+        imported.name, **imported.kwargs, checkpoint_path=str(file), **kwargs
+    ).eval()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -60,7 +64,9 @@ def test_an_imported_file_says_which_model_it_is_of(expected, tmp_path):
     file = tmp_path / "vmoe.safetensors"
     import_checkpoint(FOLDER / "vmoe_tiny", file)
     images = expected["images_NHWC"].permute(0, 3, 1, 2)
-    torch.testing.assert_close(load_source(file).eval()(images), expected["vmoe_tiny_logits"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        load_source(file).eval()(images), expected["vmoe_tiny_logits"], rtol=0, atol=1e-4
+    )
     state = load_file(file)
     for metadata, message in (
         ({"model": "vmoe_s32", "model_kwargs": "{"}, "arguments in .* are damaged"),
@@ -77,7 +83,12 @@ def test_an_imported_file_says_which_model_it_is_of(expected, tmp_path):
 
 def test_with_dropping_too(expected, tmp_path):
     file = tmp_path / "vmoe.safetensors"
-    model = load(import_checkpoint(FOLDER / "vmoe_tiny", file), file, eval_capacity_factor=1.05, group_images=2)
+    model = load(
+        import_checkpoint(FOLDER / "vmoe_tiny", file),
+        file,
+        eval_capacity_factor=1.05,
+        group_images=2,
+    )
     logits = model(expected["images_NHWC"].permute(0, 3, 1, 2))
     torch.testing.assert_close(logits, expected["vmoe_tiny_c105_logits"], rtol=0, atol=1e-4)
     assert not torch.allclose(logits, expected["vmoe_tiny_logits"], atol=0.01)
@@ -105,23 +116,35 @@ def test_imported_weights_can_be_trained_and_resized(tmp_path):
     file = tmp_path / "vmoe.safetensors"
     imported = import_checkpoint(FOLDER / "vmoe_tiny", file)
     kwargs = {**imported.kwargs, "num_classes": 3, "img_size": 24}
-    model = timm.create_model(imported.name, pretrained=True, pretrained_cfg_overlay=dict(file=str(file)), **kwargs)
+    model = timm.create_model(
+        imported.name, pretrained=True, pretrained_cfg_overlay=dict(file=str(file)), **kwargs
+    )
     (model(torch.randn(2, 3, 24, 24)).square().mean() + timm_moe.auxiliary_loss(model)).backward()
     state = read_arrays(FOLDER / "vmoe_tiny")
-    assert torch.equal(model.blocks[1].mlp.fc1.weight, state["Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel"].mT)
+    assert torch.equal(
+        model.blocks[1].mlp.fc1.weight, state["Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel"].mT
+    )
 
 
 def flax_params(**shape):
     """Arrays of a registered model's size, all zero and never allocated."""
     with weightless():
-        model = timm.create_model("vmoe_b16", num_experts=8, moe_layers="every-2", num_classes=21843, pre_logits=True)
+        model = timm.create_model(
+            "vmoe_b16", num_experts=8, moe_layers="every-2", num_classes=21843, pre_logits=True
+        )
     zero, dim, depth, heads = torch.zeros(()), 768, 12, 12
     arrays = {
-        "cls": (1, 1, dim), "embedding/kernel": (16, 16, 3, dim), "embedding/bias": (dim,),
-        "Encoder/posembed_input/pos_embedding": (1, 197, dim), "Encoder/encoder_norm/scale": (dim,),
-        "Encoder/encoder_norm/bias": (dim,), "pre_logits/kernel": (dim, dim), "pre_logits/bias": (dim,),
-        "head/kernel": (dim, 21843), "head/bias": (21843,),
-    }  # fmt: skip
+        "cls": (1, 1, dim),
+        "embedding/kernel": (16, 16, 3, dim),
+        "embedding/bias": (dim,),
+        "Encoder/posembed_input/pos_embedding": (1, 197, dim),
+        "Encoder/encoder_norm/scale": (dim,),
+        "Encoder/encoder_norm/bias": (dim,),
+        "pre_logits/kernel": (dim, dim),
+        "pre_logits/bias": (dim,),
+        "head/kernel": (dim, 21843),
+        "head/bias": (21843,),
+    }
     for block in range(depth):
         path = f"Encoder/encoderblock_{block}"
         for norm in ("LayerNorm_0", "LayerNorm_1"):
@@ -135,11 +158,19 @@ def flax_params(**shape):
         }
         experts = (8,) if block % 2 else ()
         mlp = f"{path}/Moe/Mlp" if block % 2 else f"{path}/Mlp"
-        arrays |= {f"{mlp}/Dense_0/kernel": (*experts, dim, 3072), f"{mlp}/Dense_0/bias": (*experts, 3072)}
-        arrays |= {f"{mlp}/Dense_1/kernel": (*experts, 3072, dim), f"{mlp}/Dense_1/bias": (*experts, dim)}
+        arrays |= {
+            f"{mlp}/Dense_0/kernel": (*experts, dim, 3072),
+            f"{mlp}/Dense_0/bias": (*experts, 3072),
+        }
+        arrays |= {
+            f"{mlp}/Dense_1/kernel": (*experts, 3072, dim),
+            f"{mlp}/Dense_1/bias": (*experts, dim),
+        }
         if block % 2:
             arrays[f"{path}/Moe/Router/dense/kernel"] = (dim, 8)
-    return {f"params/{path}": zero.to("meta").expand(shape) for path, shape in arrays.items()}, model
+    return {
+        f"params/{path}": zero.to("meta").expand(shape) for path, shape in arrays.items()
+    }, model
 
 
 def test_the_published_b16_is_recognised():
@@ -151,7 +182,13 @@ def test_the_published_b16_is_recognised():
     }
     assert model_from_flax(params) == (
         "vmoe_b16",
-        dict(num_classes=21843, num_experts=8, moe_layers="1,3,5,7,9,11", pre_logits=True, act_layer="gelu_tanh"),
+        dict(
+            num_classes=21843,
+            num_experts=8,
+            moe_layers="1,3,5,7,9,11",
+            pre_logits=True,
+            act_layer="gelu_tanh",
+        ),
     )
 
 
@@ -171,25 +208,58 @@ ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda arrays: arrays.pop("Encoder/encoderblock_2/LayerNorm_1/bias"), "has no array Encoder/encoderblock_2/L"),
+        (
+            lambda arrays: arrays.pop("Encoder/encoderblock_2/LayerNorm_1/bias"),
+            "has no array Encoder/encoderblock_2/L",
+        ),
         (lambda arrays: arrays.pop(ROUTER), f"has no array {ROUTER}"),
-        (lambda arrays: arrays.update({"head/scale": torch.ones(7)}), "array head/scale has no place in a V-MoE"),
-        (lambda arrays: arrays.update({"MapHead/probe": torch.ones(7)}), "array MapHead/probe has no place in a V-MoE"),
+        (
+            lambda arrays: arrays.update({"head/scale": torch.ones(7)}),
+            "array head/scale has no place in a V-MoE",
+        ),
+        (
+            lambda arrays: arrays.update({"MapHead/probe": torch.ones(7)}),
+            "array MapHead/probe has no place in a V-MoE",
+        ),
         (
             lambda arrays: arrays.update({"head/kernel": torch.ones(7)}),
             r"other shapes than a V-MoE's: head/kernel \(7,",
         ),
-        (lambda arrays: arrays.update({ROUTER: torch.ones(16, 2, 2)}), "other shapes than a V-MoE's"),
-        (lambda arrays: [arrays.pop(path) for path in list(arrays) if "/Moe/" in path], "a plain vision transformer"),
-        (lambda arrays: [arrays.pop(path) for path in list(arrays) if "encoderblock" in path], "no encoder blocks"),
+        (
+            lambda arrays: arrays.update({ROUTER: torch.ones(16, 2, 2)}),
+            "other shapes than a V-MoE's",
+        ),
+        (
+            lambda arrays: [arrays.pop(path) for path in list(arrays) if "/Moe/" in path],
+            "a plain vision transformer",
+        ),
+        (
+            lambda arrays: [arrays.pop(path) for path in list(arrays) if "encoderblock" in path],
+            "no encoder blocks",
+        ),
         (lambda arrays: arrays.clear(), "no encoder blocks"),
         (lambda arrays: arrays.update({EXPERT: torch.ones(16, 32)}), "other shapes than a V-MoE's"),
-        (lambda arrays: arrays.update({EXPERT: torch.ones(3, 16, 32)}), "fits no V-MoE: blocks.1.mlp.fc1"),
+        (
+            lambda arrays: arrays.update({EXPERT: torch.ones(3, 16, 32)}),
+            "fits no V-MoE: blocks.1.mlp.fc1",
+        ),
         (lambda arrays: arrays.update({POSITIONS: torch.ones(())}), "other shapes than a V-MoE's"),
-        (lambda arrays: arrays.update({POSITIONS: torch.ones(1, 10**15, 0)}), "pos_embedding is empty"),
-        (lambda arrays: arrays.update({EXPERT: torch.ones(10**6, 0, 32)}), "Dense_0/kernel is empty"),
-        (lambda arrays: arrays.update({QUERY: torch.ones(16, 4, 4)}), "other shapes than a V-MoE's"),
-        (lambda arrays: arrays.update({"head": {"kernel": torch.ones(1)}}), "must be a flat mapping"),
+        (
+            lambda arrays: arrays.update({POSITIONS: torch.ones(1, 10**15, 0)}),
+            "pos_embedding is empty",
+        ),
+        (
+            lambda arrays: arrays.update({EXPERT: torch.ones(10**6, 0, 32)}),
+            "Dense_0/kernel is empty",
+        ),
+        (
+            lambda arrays: arrays.update({QUERY: torch.ones(16, 4, 4)}),
+            "other shapes than a V-MoE's",
+        ),
+        (
+            lambda arrays: arrays.update({"head": {"kernel": torch.ones(1)}}),
+            "must be a flat mapping",
+        ),
     ],
 )
 def test_other_arrays_than_a_v_moes(change, message):
@@ -203,9 +273,19 @@ def test_other_arrays_than_a_v_moes(change, message):
     ("prefix", "output", "error", "message"),
     [
         ("none", "a.safetensors", FileNotFoundError, "There is no .*none.index"),
-        ("gs://vmoe_checkpoints/vmoe_s32", "a.safetensors", ValueError, "not on this machine: download"),
+        (
+            "gs://vmoe_checkpoints/vmoe_s32",
+            "a.safetensors",
+            ValueError,
+            "not on this machine: download",
+        ),
         ("vmoe_tiny", "a.bin", ValueError, "must be a file that ends in .safetensors"),
-        ("vmoe_tiny", "vmoe_tiny.index/a.safetensors", NotADirectoryError, "vmoe_tiny.index is a file, so"),
+        (
+            "vmoe_tiny",
+            "vmoe_tiny.index/a.safetensors",
+            NotADirectoryError,
+            "vmoe_tiny.index is a file, so",
+        ),
     ],
 )
 def test_bad_names(copy, prefix, output, error, message):
@@ -217,7 +297,9 @@ def test_bad_names(copy, prefix, output, error, message):
 
 def test_a_missing_shard(copy):
     copy.with_name("vmoe_tiny.data-00001-of-00003").unlink()
-    with pytest.raises(FileNotFoundError, match=r"The shard .*vmoe_tiny.data-00001-of-00003 is missing"):
+    with pytest.raises(
+        FileNotFoundError, match=r"The shard .*vmoe_tiny.data-00001-of-00003 is missing"
+    ):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
     assert not copy.with_name("a.safetensors").exists()
 
@@ -225,12 +307,17 @@ def test_a_missing_shard(copy):
 def test_shards_of_another_checkpoint(copy):
     first, second = (copy.with_name(f"vmoe_tiny.data-0000{shard}-of-00003") for shard in (0, 1))
     first.write_bytes(second.read_bytes())
-    with pytest.raises(ValueError, match=r"vmoe_tiny.data-00000-of-00003 is damaged, or belongs to another index"):
+    with pytest.raises(
+        ValueError, match=r"vmoe_tiny.data-00000-of-00003 is damaged, or belongs to another index"
+    ):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(suffix=st.sampled_from(["index", "data-00000-of-00003", "data-00002-of-00003"]), fraction=st.floats(0, 0.9999))
+@given(
+    suffix=st.sampled_from(["index", "data-00000-of-00003", "data-00002-of-00003"]),
+    fraction=st.floats(0, 0.9999),
+)
 def test_truncated_files(copy, suffix, fraction):
     original = (FOLDER / f"vmoe_tiny.{suffix}").read_bytes()
     damaged = copy.with_name(f"vmoe_tiny.{suffix}")
@@ -274,7 +361,9 @@ def claims(count=3, slices=None, shards=None):
     index = msgpack.unpackb((FOLDER / "vmoe_tiny.index").read_bytes(), strict_map_key=False)
     index["shard_count"] = count
     info, *whole = msgpack.unpackb(index["index"]["cls"].data)
-    index["index"]["cls"] = msgpack.ExtType(8, msgpack.packb([info, slices or whole[0], shards or whole[1]]))
+    index["index"]["cls"] = msgpack.ExtType(
+        8, msgpack.packb([info, slices or whole[0], shards or whole[1]])
+    )
     return msgpack.packb(index)
 
 
@@ -288,14 +377,20 @@ ONE = (0, 1, None)
         (claims(-1), "index is damaged"),
         (claims(2), "index is damaged"),
         (claims(3.0), "index is damaged"),
-        (b"\x82\xabshard_count\x03\xa5index" + b"\x81\xa1x" * 1000 + b"\x80", "index is (truncated or )?damaged"),
+        (
+            b"\x82\xabshard_count\x03\xa5index" + b"\x81\xa1x" * 1000 + b"\x80",
+            "index is (truncated or )?damaged",
+        ),
         (msgpack.packb({"shard_count": 1, "index": {}}), "index is damaged"),
         (claims(10**9), "The shard .* is missing"),
         (claims(shards=[9]), "index is damaged"),
         (claims(shards=[-1]), "index is damaged"),
         (claims(slices=[packed((0, 1, 2), (0, 1, 2), (0, 16, 2))]), "index is damaged"),
         (  # they overlap and leave a hole
-            claims(slices=[packed(ONE, ONE, (0, 8, None)), packed(ONE, ONE, (4, 12, None))], shards=[0, 1]),
+            claims(
+                slices=[packed(ONE, ONE, (0, 8, None)), packed(ONE, ONE, (4, 12, None))],
+                shards=[0, 1],
+            ),
             "index is damaged",
         ),
     ],
@@ -337,7 +432,9 @@ boxes = st.integers(1, 3).flatmap(
     lambda dims: st.tuples(
         st.lists(st.integers(1, 4), min_size=dims, max_size=dims),
         st.lists(
-            st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 5)), min_size=dims, max_size=dims).map(tuple),
+            st.lists(
+                st.tuples(st.integers(-1, 4), st.integers(0, 5)), min_size=dims, max_size=dims
+            ).map(tuple),
             max_size=6,
         ),
     )
@@ -370,16 +467,28 @@ def test_gaps_and_overlaps_in_a_tiling_are_found(data):
         if stop - start > 1:
             middle = data.draw(st.integers(start + 1, stop - 1))
             part = parts.pop(index)
-            parts += [(*part[:axis], bounds, *part[axis + 1 :]) for bounds in ((start, middle), (middle, stop))]
+            parts += [
+                (*part[:axis], bounds, *part[axis + 1 :])
+                for bounds in ((start, middle), (middle, stop))
+            ]
     assert tile(parts, shape)
     index = data.draw(st.integers(0, len(parts) - 1))
     axis = data.draw(st.integers(0, len(shape) - 1))
     start, stop = parts[index][axis]
-    change = data.draw(st.sampled_from([(start - 1, stop), (start + 1, stop), (start, stop + 1), (start, stop - 1)]))
+    change = data.draw(
+        st.sampled_from(
+            [(start - 1, stop), (start + 1, stop), (start, stop + 1), (start, stop - 1)]
+        )
+    )
     assert not tile([*parts[:index], *parts[index + 1 :]], shape)
     assert not tile([*parts, parts[index]], shape)
     assert not tile(
-        [*parts[:index], (*parts[index][:axis], change, *parts[index][axis + 1 :]), *parts[index + 1 :]], shape
+        [
+            *parts[:index],
+            (*parts[index][:axis], change, *parts[index][axis + 1 :]),
+            *parts[index + 1 :],
+        ],
+        shape,
     )
 
 
@@ -401,7 +510,9 @@ def test_weights_that_are_not_finite(copy, value):
     weights = arrays["head/bias"].numpy().tobytes()
     for file in copy.parent.glob("vmoe_tiny.data*"):
         content = file.read_bytes()
-        file.write_bytes(content.replace(weights, np.full(len(weights) // 4, value, np.float32).tobytes()))
+        file.write_bytes(
+            content.replace(weights, np.full(len(weights) // 4, value, np.float32).tobytes())
+        )
     with pytest.raises(ValueError, match="array head/bias holds NaN or Inf"):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
     assert not copy.with_name("a.safetensors").exists()

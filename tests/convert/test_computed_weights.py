@@ -13,7 +13,10 @@ import timm_moe
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attn, self.net = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.attn, self.net = (
+            nn.Linear(8, 8),
+            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)),
+        )
 
     def forward(self, x):
         return x + self.net(self.attn(x))
@@ -61,11 +64,26 @@ def changed(change):
 HOW = {
     "LoRA": (adapted, r"has adapters.*merge_and_unload"),
     "weight norm by hooks": (changed(nn.utils.weight_norm), r"WeightNorm.*remove_weight_norm"),
-    "spectral norm by hooks": (changed(nn.utils.spectral_norm), r"SpectralNorm.*remove_spectral_norm"),
-    "pruned": (changed(lambda part: prune.l1_unstructured(part, "weight", 0.5)), r"L1Unstructured.*prune\.remove"),
-    "pruned bias": (changed(lambda part: prune.random_unstructured(part, "bias", 0.5)), r"prune\.remove"),
-    "weight norm": (changed(parametrizations.weight_norm), r"is parametrized.*remove_parametrizations"),
-    "spectral norm": (changed(parametrizations.spectral_norm), r"is parametrized.*remove_parametrizations"),
+    "spectral norm by hooks": (
+        changed(nn.utils.spectral_norm),
+        r"SpectralNorm.*remove_spectral_norm",
+    ),
+    "pruned": (
+        changed(lambda part: prune.l1_unstructured(part, "weight", 0.5)),
+        r"L1Unstructured.*prune\.remove",
+    ),
+    "pruned bias": (
+        changed(lambda part: prune.random_unstructured(part, "bias", 0.5)),
+        r"prune\.remove",
+    ),
+    "weight norm": (
+        changed(parametrizations.weight_norm),
+        r"is parametrized.*remove_parametrizations",
+    ),
+    "spectral norm": (
+        changed(parametrizations.spectral_norm),
+        r"is parametrized.*remove_parametrizations",
+    ),
 }
 
 

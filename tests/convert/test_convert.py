@@ -35,7 +35,11 @@ def test_placement_rules(rule, depth, blocks):
     assert select_blocks(rule, depth) == blocks
 
 
-@given(rule=st.sampled_from(["every", "last", "tail"]), number=st.integers(0, 40), depth=st.integers(1, 40))
+@given(
+    rule=st.sampled_from(["every", "last", "tail"]),
+    number=st.integers(0, 40),
+    depth=st.integers(1, 40),
+)
 def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth):
     available = depth // 2 if rule == "last" else depth
     if not 1 <= number <= available:
@@ -52,7 +56,10 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"moe_layers": "some"}, "moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers .* got 'some'"),
+        (
+            {"moe_layers": "some"},
+            "moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers .* got 'some'",
+        ),
         ({"moe_layers": ""}, "moe_layers must be"),
         ({"moe_layers": "every-x"}, "moe_layers must be"),
         ({"moe_layers": [1.5]}, "moe_layers must be"),
@@ -64,12 +71,24 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
         ({"moe_layers": -1}, "names block -1"),
         ({"num_experts": 0}, "num_experts must be an integer of at least 1, got 0"),
         ({"num_experts": 2.0}, "num_experts must be an integer of at least 1, got 2.0"),
-        ({"share_rate": 0.76}, r"share_rate must lie between 0 and \(E - 1\) / E = 0.75 for 4 experts, got 0.76"),
+        (
+            {"share_rate": 0.76},
+            r"share_rate must lie between 0 and \(E - 1\) / E = 0.75 for 4 experts, got 0.76",
+        ),
         ({"share_rate": -0.1}, "share_rate must lie between 0"),
-        ({"num_experts": 1}, "A single expert has nothing to be averaged with: num_experts=1 needs share_rate=0"),
+        (
+            {"num_experts": 1},
+            "A single expert has nothing to be averaged with: num_experts=1 needs share_rate=0",
+        ),
         ({"share_rate": float("nan")}, "share_rate must lie between 0"),
-        ({"share_schedule": "cosine"}, "share_schedule must be one of linear, constant, early, late, got 'cosine'"),
-        ({"router": "magic"}, "router must be one of random, top_k, expert_choice, soft.*, got 'magic'"),
+        (
+            {"share_schedule": "cosine"},
+            "share_schedule must be one of linear, constant, early, late, got 'cosine'",
+        ),
+        (
+            {"router": "magic"},
+            "router must be one of random, top_k, expert_choice, soft.*, got 'magic'",
+        ),
         ({"expert_init": "zero"}, "expert_init must be one of"),
     ],
 )
@@ -82,7 +101,9 @@ def test_bad_options_leave_the_model_as_it_was(dense_vit, options, message):
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="ResNet has no numbered block with an mlp of linear layers"):
+    with pytest.raises(
+        ValueError, match="ResNet has no numbered block with an mlp of linear layers"
+    ):
         timm_moe.convert_to_moe(timm.create_model("resnet18"))
 
 
@@ -106,14 +127,20 @@ class Counting(nn.GELU):
         ((1,), "every-1", [0, 2, 3]),
     ],
 )
-def test_a_block_that_holds_buffers_is_told_and_counted(dense_vit, images, caplog, holding, rule, places):
+def test_a_block_that_holds_buffers_is_told_and_counted(
+    dense_vit, images, caplog, holding, rule, places
+):
     for block in holding:
         dense_vit.blocks[block].mlp.act = Counting()
     expected = dense_vit(images)
     timm_moe.convert_to_moe(dense_vit, moe_layers=rule)
     assert list(timm_moe.moe_layers(dense_vit)) == [f"blocks.{block}.mlp" for block in places]
     told = f"Left as it is: blocks.{holding[0]}.mlp, a Mlp, cannot become experts: it holds a buffer (act.calls)"
-    assert [record.getMessage()[: len(told)] for record in caplog.records if record.levelname == "WARNING"] == [told]
+    assert [
+        record.getMessage()[: len(told)]
+        for record in caplog.records
+        if record.levelname == "WARNING"
+    ] == [told]
     assert torch.equal(dense_vit(images), expected)
 
 
@@ -122,7 +149,8 @@ def test_a_block_that_holds_buffers_is_refused_by_its_number(dense_vit, rule):
     for block in (1, 3):
         dense_vit.blocks[block].mlp.act = Counting()
     with pytest.raises(
-        ValueError, match=r"blocks.[13].mlp, a Mlp, cannot become experts: it holds a buffer \(act.calls"
+        ValueError,
+        match=r"blocks.[13].mlp, a Mlp, cannot become experts: it holds a buffer \(act.calls",
     ):
         timm_moe.convert_to_moe(dense_vit, moe_layers=rule)
     assert not timm_moe.moe_layers(dense_vit)
@@ -148,9 +176,15 @@ def test_convert_and_back_gives_the_dense_model_bit_for_bit(dense_vit, images):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in dense.state_dict().items())
 
 
-@pytest.mark.parametrize("arch", ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"])
+@pytest.mark.parametrize(
+    "arch", ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"]
+)
 def test_other_families_convert_in_memory(arch):
-    model = timm.create_model(arch, depth=2) if "swin" not in arch else timm.create_model(arch, depths=(1, 1, 1, 1))
+    model = (
+        timm.create_model(arch, depth=2)
+        if "swin" not in arch
+        else timm.create_model(arch, depths=(1, 1, 1, 1))
+    )
     model.eval()
     x = torch.randn(1, 3, 224, 224)
     expected = model(x)
@@ -175,7 +209,9 @@ def test_to_dense_is_the_mean_of_the_experts_and_shares_nothing(ewa_vit, images)
 def test_to_dense_refuses_a_dense_model_and_unknown_methods(dense_vit, ewa_vit):
     with pytest.raises(ValueError, match="has no expert layers"):
         timm_moe.to_dense(dense_vit)
-    with pytest.raises(ValueError, match="method must be one of average, sum, topk, svd, random, got 'best'"):
+    with pytest.raises(
+        ValueError, match="method must be one of average, sum, topk, svd, random, got 'best'"
+    ):
         timm_moe.to_dense(ewa_vit, method="best")
 
 
@@ -193,7 +229,11 @@ def test_to_dense_has_nothing_of_the_conversion(dense_vit, router):
     dense = timm_moe.to_dense(model)
     frozen = [name for name, parameter in dense.named_parameters() if not parameter.requires_grad]
     assert frozen == ["blocks.1.mlp.fc2.weight", "blocks.1.mlp.fc2.bias"]
-    rates = {name: module.p for name, module in dense.named_modules() if isinstance(module, nn.Dropout) and module.p}
+    rates = {
+        name: module.p
+        for name, module in dense.named_modules()
+        if isinstance(module, nn.Dropout) and module.p
+    }
     assert rates == {"blocks.1.mlp.drop1": 0.2}
     assert all(module.training for module in dense.modules())
     assert not any(module.training for module in timm_moe.to_dense(model.eval()).modules())
@@ -204,4 +244,6 @@ def test_to_dense_has_a_dropout_that_was_changed_since(dense_vit):
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.3
-    assert {module.p for module in timm_moe.to_dense(model).modules() if isinstance(module, nn.Dropout)} == {0.3}
+    assert {
+        module.p for module in timm_moe.to_dense(model).modules() if isinstance(module, nn.Dropout)
+    } == {0.3}

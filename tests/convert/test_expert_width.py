@@ -18,7 +18,14 @@ from timm_moe.export.export import export_moe
 from timm_moe.layers import SharedExpertMlp
 
 #: All four parts of a copy for every token, without gates: the upcycled model is the dense one.
-EXACT = dict(router="top_k", top_k=4, num_experts=8, expert_width=0.25, gate_mode="one", capacity_factor="none")
+EXACT = dict(
+    router="top_k",
+    top_k=4,
+    num_experts=8,
+    expert_width=0.25,
+    gate_mode="one",
+    capacity_factor="none",
+)
 
 
 def dense_and_images():
@@ -42,11 +49,17 @@ def upcycled_later(road, dense, tmp_path, **options):
     created = dict(SMALL_VIT, **options)
     if road == "pretrained":
         overlay = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
-        return timm.create_model("vit_tiny_moe", pretrained=True, pretrained_cfg_overlay=overlay, **created)
+        return timm.create_model(
+            "vit_tiny_moe", pretrained=True, pretrained_cfg_overlay=overlay, **created
+        )
     if road == "file":
-        return load_source(tmp_path / "dense.safetensors", ModelSpec("vit_tiny_moe", 5, {**OPTIONS, **options}))
+        return load_source(
+            tmp_path / "dense.safetensors", ModelSpec("vit_tiny_moe", 5, {**OPTIONS, **options})
+        )
     if road == "checkpoint_path":
-        return timm.create_model("vit_tiny_moe", checkpoint_path=str(tmp_path / "dense.safetensors"), **created)
+        return timm.create_model(
+            "vit_tiny_moe", checkpoint_path=str(tmp_path / "dense.safetensors"), **created
+        )
     model = timm.create_model("vit_tiny_moe", **created)
     model.load_state_dict(dense.state_dict(), strict=False)
     return model
@@ -77,7 +90,9 @@ def test_drop_happens_on_every_road(road, expert_width, tmp_path):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "random"])
-def test_an_upcycled_model_exports_the_dense_networks_that_it_was_cut_from(method, shared, tmp_path):
+def test_an_upcycled_model_exports_the_dense_networks_that_it_was_cut_from(
+    method, shared, tmp_path
+):
     dense, images = dense_and_images()
     model = timm_moe.convert_to_moe(copy.deepcopy(dense), **{**EXACT, "shared_expert": shared})
     joined = timm_moe.to_dense(model, method).eval()
@@ -92,13 +107,17 @@ def test_an_upcycled_model_exports_the_dense_networks_that_it_was_cut_from(metho
 
 
 def test_an_expert_model_comes_back(tmp_path):
-    options = dict(num_experts=6, expert_width=0.25, expert_init="drop", shared_expert=True, top_k=4)
+    options = dict(
+        num_experts=6, expert_width=0.25, expert_init="drop", shared_expert=True, top_k=4
+    )
     model = timm.create_model("vit_tiny_moe", **SMALL_VIT, **options).eval()
     export_moe(model, tmp_path / "moe", model_args={**OPTIONS, **options})
     loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True).eval()
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(loaded(images), model(images))
-    with pytest.raises(ValueError, match=r"6 experts of 1/4 of the hidden width do not join .* multiple of 4"):
+    with pytest.raises(
+        ValueError, match=r"6 experts of 1/4 of the hidden width do not join .* multiple of 4"
+    ):
         timm_moe.export_dense(model, tmp_path / "dense")
     assert not (tmp_path / "dense").exists()
 
@@ -111,11 +130,14 @@ def test_parameters_and_operations_are_those_of_whole_experts():
     assert parts.total - whole.total == more_routers + more_biases
     assert parts.activated - whole.activated == more_routers + 6 * 3 * 192
     assert parts.gflops - whole.gflops == pytest.approx(2 * 197 * more_routers / 1e9)
-    shared = model_info("vit_tiny_moe", num_experts=16, top_k=4, expert_width=0.25, shared_expert=True, **options)
+    shared = model_info(
+        "vit_tiny_moe", num_experts=16, top_k=4, expert_width=0.25, shared_expert=True, **options
+    )
     assert shared.activated - parts.activated == 6 * (2 * 192 * 192 + 2 * 192)
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "eva02_tiny_patch14_224"])  # of 85 hidden units
+# Of 85 hidden units.
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "eva02_tiny_patch14_224"])
 @pytest.mark.ci
 def test_every_family_is_cut(name):
     dense = timm.create_model(name, num_classes=5, **SMALL[name]).eval()
@@ -130,7 +152,8 @@ def test_every_family_is_cut(name):
 
 
 @pytest.mark.parametrize(
-    "router", ["expert_choice", lambda dim, num_experts: timm_moe.layers.TopKRouter(dim, num_experts)]
+    "router",
+    ["expert_choice", lambda dim, num_experts: timm_moe.layers.TopKRouter(dim, num_experts)],
 )
 def test_other_routers_have_the_option(router):
     dense, images = dense_and_images()
@@ -147,10 +170,19 @@ def test_other_routers_have_the_option(router):
     [
         (dict(expert_width=0.3), "expert_width must be 1 divided by a whole number"),
         (dict(expert_width=1 / 3), "cannot divide the hidden width of 128 into 3 equal parts"),
-        (dict(expert_width=0.5, share_rate=0.1), "Experts of different hidden units are not averaged: .* share_rate=0"),
+        (
+            dict(expert_width=0.5, share_rate=0.1),
+            "Experts of different hidden units are not averaged: .* share_rate=0",
+        ),
         (dict(expert_width=0.5, share_schedule="early"), "expert_width below 1 needs share_rate=0"),
-        (dict(expert_width=0.5, router="random"), "expert_width is an option of router='top_k', which router='random'"),
-        (dict(expert_width=0.5, router="soft"), "expert_width is an option of router='top_k', which router='soft'"),
+        (
+            dict(expert_width=0.5, router="random"),
+            "expert_width is an option of router='top_k', which router='random'",
+        ),
+        (
+            dict(expert_width=0.5, router="soft"),
+            "expert_width is an option of router='top_k', which router='soft'",
+        ),
     ],
 )
 def test_bad_options_leave_the_model_as_it_was(options, message):
@@ -161,10 +193,14 @@ def test_bad_options_leave_the_model_as_it_was(options, message):
 
 
 def test_a_norm_of_the_hidden_units_is_refused():
-    model = timm.create_model("eva02_base_patch14_224", img_size=28, embed_dim=48, depth=2, num_heads=2)
+    model = timm.create_model(
+        "eva02_base_patch14_224", img_size=28, embed_dim=48, depth=2, num_heads=2
+    )
     assert model.blocks[0].mlp.norm.weight.ndim == 1
     for options in (dict(expert_width=0.5), dict(expert_init="drop")):
-        with pytest.raises(ValueError, match="elementwise operations on its hidden units, which this SwiGLU is not"):
+        with pytest.raises(
+            ValueError, match="elementwise operations on its hidden units, which this SwiGLU is not"
+        ):
             timm_moe.convert_to_moe(model, router="top_k", **options)
     assert not timm_moe.moe_layers(model)
 
@@ -172,13 +208,17 @@ def test_a_norm_of_the_hidden_units_is_refused():
 def test_different_units_are_not_averaged_by_hand():
     model = timm.create_model("vit_tiny_moe", expert_width=0.5, **SMALL_VIT)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"Experts of different hidden units are not averaged: .* needs beta=0"):
+    with pytest.raises(
+        ValueError, match=r"Experts of different hidden units are not averaged: .* needs beta=0"
+    ):
         timm_moe.average_experts_(model, 0.1)
     timm_moe.average_experts_(model, 0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="expert_width below 1 needs share_rate=0"):
         timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=2, share_rate=0.3)
-    averaging = timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=2, schedule=lambda progress: 0.1)
+    averaging = timm_moe.ExpertWeightAveraging(
+        model, optimizer, total_updates=2, schedule=lambda progress: 0.1
+    )
     with pytest.raises(ValueError, match="expert_width below 1 needs share_rate=0"):
         optimizer.step()
     averaging.remove()

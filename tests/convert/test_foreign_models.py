@@ -15,11 +15,18 @@ from timm_moe.convert import ffn_paths
 SIZE = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, image_size=32, patch_size=8)
 VIT = {**SIZE, "intermediate_size": 64}
 DINO = {**SIZE, "mlp_ratio": 2}
-SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 2], window_size=4)
-MAE = dict(
-    decoder_num_attention_heads=2, decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_intermediate_size=32
+SWIN = dict(
+    image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 2], window_size=4
 )
-TEXT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50)
+MAE = dict(
+    decoder_num_attention_heads=2,
+    decoder_hidden_size=16,
+    decoder_num_hidden_layers=2,
+    decoder_intermediate_size=32,
+)
+TEXT = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50
+)
 V2 = torchvision.models.swin_transformer
 #: Of transformers: class, its config and the places of all networks.
 TRANSFORMERS = {
@@ -27,14 +34,34 @@ TRANSFORMERS = {
     "DeiT": ("DeiTForImageClassification", "DeiTConfig", VIT, "deit.layers.{}.mlp"),
     "BEiT": ("BeitForImageClassification", "BeitConfig", VIT, "beit.layers.{}.mlp"),
     "DINOv2": ("Dinov2ForImageClassification", "Dinov2Config", DINO, "dinov2.encoder.layer.{}.mlp"),
-    "DINOv2 gated": ("Dinov2Model", "Dinov2Config", {**DINO, "use_swiglu_ffn": True}, "encoder.layer.{}.mlp"),
-    "DINOv2 registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", DINO, "encoder.layer.{}.mlp"),
+    "DINOv2 gated": (
+        "Dinov2Model",
+        "Dinov2Config",
+        {**DINO, "use_swiglu_ffn": True},
+        "encoder.layer.{}.mlp",
+    ),
+    "DINOv2 registers": (
+        "Dinov2WithRegistersModel",
+        "Dinov2WithRegistersConfig",
+        DINO,
+        "encoder.layer.{}.mlp",
+    ),
     "DINOv3": ("DINOv3ViTModel", "DINOv3ViTConfig", VIT, "model.layer.{}.mlp"),
-    "DINOv3 gated": ("DINOv3ViTModel", "DINOv3ViTConfig", {**VIT, "use_gated_mlp": True}, "model.layer.{}.mlp"),
+    "DINOv3 gated": (
+        "DINOv3ViTModel",
+        "DINOv3ViTConfig",
+        {**VIT, "use_gated_mlp": True},
+        "model.layer.{}.mlp",
+    ),
     "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", VIT, "encoder.layers.{}.mlp"),
     "CLIP": ("CLIPVisionModel", "CLIPVisionConfig", VIT, "encoder.layers.{}.mlp"),
     "ViT-MAE": ("ViTMAEModel", "ViTMAEConfig", VIT, "layers.{}.mlp"),
-    "Swin": ("SwinForImageClassification", "SwinConfig", SWIN, "swin.encoder.layers.{}.blocks.{}.mlp"),
+    "Swin": (
+        "SwinForImageClassification",
+        "SwinConfig",
+        SWIN,
+        "swin.encoder.layers.{}.blocks.{}.mlp",
+    ),
     "Swin v2": (
         "Swinv2ForImageClassification",
         "Swinv2Config",
@@ -48,19 +75,26 @@ OTHERS = {
         "encoder.layers.encoder_layer_{}.mlp",
     ),
     "torchvision's Swin": (
-        lambda: torchvision.models.SwinTransformer([2, 2], 16, [2, 2], [2, 2], [4, 4], num_classes=5),
+        lambda: torchvision.models.SwinTransformer(
+            [2, 2], 16, [2, 2], [2, 2], [4, 4], num_classes=5
+        ),
         "features.{}.{}.mlp",
     ),
     "torchvision's Swin v2": (
         lambda: torchvision.models.SwinTransformer(
             *([2, 2], 16, [2, 2], [2, 2], [4, 4]),
-            num_classes=5, block=V2.SwinTransformerBlockV2, downsample_layer=V2.PatchMergingV2,
+            num_classes=5,
+            block=V2.SwinTransformerBlockV2,
+            downsample_layer=V2.PatchMergingV2,
         ),
         "features.{}.{}.mlp",
     ),
-}  # fmt: skip
+}
 FIRST = ("ViT", "DINOv2 gated", "Swin v2", "torchvision's ViT")
-EVERY = [pytest.param(name, marks=[] if name in FIRST else pytest.mark.ci) for name in (*TRANSFORMERS, *OTHERS)]
+EVERY = [
+    pytest.param(name, marks=[] if name in FIRST else pytest.mark.ci)
+    for name in (*TRANSFORMERS, *OTHERS)
+]
 
 
 def make(name):
@@ -94,15 +128,22 @@ def numbers(places):
 @pytest.mark.parametrize("name", EVERY)
 def test_there_and_back(name, router):
     model, places = make(name)
-    expected, before = outputs(model), {key: value.clone() for key, value in model.state_dict().items()}
-    classes, trained = [type(m) for m in model.modules()], [p.requires_grad for p in model.parameters()]
+    expected, before = (
+        outputs(model),
+        {key: value.clone() for key, value in model.state_dict().items()},
+    )
+    classes, trained = (
+        [type(m) for m in model.modules()],
+        [p.requires_grad for p in model.parameters()],
+    )
     paths = [places.format(*number) for number in numbers(places)]
     assert ffn_paths(model) == paths
     converted = timm_moe.convert_to_moe(copy.deepcopy(model), router=router)
     assert list(timm_moe.moe_layers(converted)) == paths[1::2]
     if router == "random":
         assert torch.equal(outputs(converted), expected)
-    for layer in timm_moe.moe_layers(converted).values():  # so that what comes back was really there
+    # So that what comes back was really there.
+    for layer in timm_moe.moe_layers(converted).values():
         for _, stacked in layer.named_expert_parameters():
             stacked.data[1:] += 1
             stacked.data[0] -= layer.num_experts - 1
@@ -139,7 +180,12 @@ def test_dtype_mode_and_what_is_frozen_are_kept():
     layer = timm_moe.moe_layers(model)["encoder.layers.encoder_layer_1.mlp"]
     assert not layer.training
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
-    assert [p.requires_grad for _, p in layer.named_expert_parameters()] == [False, False, True, True]
+    assert [p.requires_grad for _, p in layer.named_expert_parameters()] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert timm_moe.moe_layers(model)["encoder.layers.encoder_layer_3.mlp"].training
 
 
@@ -148,7 +194,9 @@ def test_two_towers_are_not_mixed():
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=TEXT, vision_config=VIT))
     assert ffn_paths(model) == [f"vision_model.encoder.layers.{number}.mlp" for number in range(4)]
     timm_moe.convert_to_moe(model, modules=r"text_model\..*\d\.mlp")
-    assert list(timm_moe.moe_layers(model)) == [f"text_model.encoder.layers.{number}.mlp" for number in range(2)]
+    assert list(timm_moe.moe_layers(model)) == [
+        f"text_model.encoder.layers.{number}.mlp" for number in range(2)
+    ]
 
 
 class Output(nn.Module):
@@ -172,7 +220,8 @@ class EarlierBlock(nn.Module):
         return self.output(self.intermediate(self.norm(x)), x)
 
 
-EarlierBlock.__module__ = "transformers.models.earlier"  # of no other block it is known that it calls the two in a row
+# Of no other block it is known that it calls the two in a row.
+EarlierBlock.__module__ = "transformers.models.earlier"
 
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
@@ -211,7 +260,9 @@ def encoder(**options):
     return nn.TransformerEncoder(layer, 3).eval()
 
 
-@pytest.mark.parametrize("options", [dict(), dict(activation="gelu"), dict(activation=nn.SiLU(), norm_first=True)])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(activation="gelu"), dict(activation=nn.SiLU(), norm_first=True)]
+)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_an_encoder_of_torch(options):
     model, x = encoder(**options), torch.randn(2, 7, 32)
@@ -226,7 +277,8 @@ def test_an_encoder_of_torch(options):
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
         got = model(x, src_key_padding_mask=mask)
-        torch.testing.assert_close(got[~mask], masked[~mask])  # torch's fused way makes zeros of what is masked
+        # torch's fused way makes zeros of what is masked.
+        torch.testing.assert_close(got[~mask], masked[~mask])
     for layer in timm_moe.moe_layers(model).values():
         for _, stacked in layer.named_expert_parameters():
             stacked.data[1] += 1
@@ -235,7 +287,10 @@ def test_an_encoder_of_torch(options):
     assert list(dense.state_dict()) == list(before)
     assert {key: value for key, value in vars(dense).items() if not key.startswith("_")} == settings
     assert type(dense.layers[0].activation) is type(encoder(**options).layers[0].activation)
-    assert dense.layers[0].activation_relu_or_gelu == encoder(**options).layers[0].activation_relu_or_gelu
+    assert (
+        dense.layers[0].activation_relu_or_gelu
+        == encoder(**options).layers[0].activation_relu_or_gelu
+    )
     with torch.no_grad():
         fused = dense(x, src_key_padding_mask=mask)
         dense.load_state_dict(before)
@@ -268,7 +323,11 @@ def own(*networks):
     [
         (r"\d\.net", None, ["0.net", "1.net", "2.net"]),
         (["2.net", "0.net"], None, ["0.net", "2.net"]),
-        (lambda name, module: isinstance(module, nn.Sequential) and name != "1.net", None, ["0.net", "2.net"]),
+        (
+            lambda name, module: isinstance(module, nn.Sequential) and name != "1.net",
+            None,
+            ["0.net", "2.net"],
+        ),
         (r"\d\.net", "every-2", ["1.net"]),
         (r"\d\.net", [0], ["0.net"]),
     ],
@@ -329,9 +388,13 @@ REFUSED = {
     "mixes rows, gated near zero at first": (own(Gated()), "it mixes rows"),
     "mixes rows": (own(Mixing(lambda x: x + x.mean(-2, keepdim=True))), "it mixes rows"),
     "mixes rows, though zero at first": (own(Zero()), "it mixes rows"),
-    "normalises over the batch": (own(nn.Sequential(ffn(), nn.BatchNorm1d(8))), r"holds a buffer \(1.running_mean\)"),
+    "normalises over the batch": (
+        own(nn.Sequential(ffn(), nn.BatchNorm1d(8))),
+        r"holds a buffer \(1.running_mean\)",
+    ),
     "normalises over the batch, without buffers": (
-        own(nn.Sequential(ffn(), nn.BatchNorm1d(8, track_running_stats=False))), "it mixes rows",
+        own(nn.Sequential(ffn(), nn.BatchNorm1d(8, track_running_stats=False))),
+        "it mixes rows",
     ),
     "mixes tokens": (own(Mixing(lambda x: x.flip(-2))), "it mixes rows"),
     "pools": (own(Mixing(lambda x: x[..., :1, :])), "changes their number"),
@@ -341,8 +404,11 @@ REFUSED = {
     "has no linear layer": (own(nn.Sequential(nn.LayerNorm(8))), "no torch.nn.Linear"),
     "is used twice": (own(shared, shared), "is used twice"),
     "has tied weights": (own(shared, tied), "is used twice"),
-    "is an expert layer": (timm_moe.convert_to_moe(own(), modules=["0.net"]), "0.net is an expert layer already"),
-}  # fmt: skip
+    "is an expert layer": (
+        timm_moe.convert_to_moe(own(), modules=["0.net"]),
+        "0.net is an expert layer already",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -439,7 +505,9 @@ def test_a_block_that_calls_its_parts_otherwise():
         timm_moe.convert_to_moe(nn.Sequential(layer), modules=["0"])
 
 
-@pytest.mark.parametrize("modules", [["layers.0", "layers.0.linear1"], ["layers.0", "layers.0.linear2"], ".*linear1"])
+@pytest.mark.parametrize(
+    "modules", [["layers.0", "layers.0.linear1"], ["layers.0", "layers.0.linear2"], ".*linear1"]
+)
 def test_a_part_of_a_block_is_no_network(modules):
     with pytest.raises(ValueError, match="name the block instead"):
         timm_moe.convert_to_moe(encoder(), modules=modules)

@@ -37,7 +37,9 @@ def check(result, case, name):
     }
     assert result.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            result[key], value, rtol=0, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @pytest.mark.parametrize(("method", "name"), [(average, "avg"), (add, "sum"), (top_units, "topk")])
@@ -54,11 +56,17 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9))
 
 
 def test_a_norm_of_the_hidden_units_goes_with_them():
-    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").double().stacked_weights()
+    networks = (
+        Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent")
+        .double()
+        .stacked_weights()
+    )
     networks["norm.weight"] = torch.arange(16.0).double().view(2, 8)
     networks["norm.bias"] = -networks["norm.weight"]
     gathered = top_units(networks)
-    for unit, (scale, shift) in enumerate(zip(gathered["norm.weight"], gathered["norm.bias"], strict=True)):
+    for unit, (scale, shift) in enumerate(
+        zip(gathered["norm.weight"], gathered["norm.bias"], strict=True)
+    ):
         expert, kept = divmod(int(scale), 8)
         assert shift == -scale
         assert torch.equal(gathered["fc1.weight"][unit], networks["fc1.weight"][expert, kept])
@@ -77,11 +85,15 @@ def test_identities(shape, ffn, seed):
     apart = Experts(ffn(width, hidden), num_experts, "independent").double().stacked_weights()
     total = add(apart)
     for name, tensor in apart.items():
-        torch.testing.assert_close(total[name], tensor.sum(0) if tensor.ndim == 3 else tensor.mean(0))
+        torch.testing.assert_close(
+            total[name], tensor.sum(0) if tensor.ndim == 3 else tensor.mean(0)
+        )
     torch.testing.assert_close(singular_values(apart, 1.0), total)
     if num_experts == 1:
         for method in (add, top_units):
-            torch.testing.assert_close(method(apart), one | {name: tensor[0] for name, tensor in apart.items()})
+            torch.testing.assert_close(
+                method(apart), one | {name: tensor[0] for name, tensor in apart.items()}
+            )
     assert {name: tensor.shape for name, tensor in top_units(apart).items()} == {
         name: tensor.shape[1:] for name, tensor in apart.items()
     }
@@ -93,8 +105,12 @@ def test_hidden_units_stay_whole(shape, ffn, seed):
     """The gathered network is the sum of what each expert's strongest units compute, biases aside."""
     num_experts, width, hidden = shape
     torch.manual_seed(seed)
-    layer = Experts(ffn(width, 2 * hidden if ffn is GluMlp else hidden), num_experts, "independent").double()
-    networks = {name: tensor * (tensor.ndim == 3) for name, tensor in layer.stacked_weights().items()}
+    layer = Experts(
+        ffn(width, 2 * hidden if ffn is GluMlp else hidden), num_experts, "independent"
+    ).double()
+    networks = {
+        name: tensor * (tensor.ndim == 3) for name, tensor in layer.stacked_weights().items()
+    }
     outward = networks["fc2.weight"]
     hidden = outward.shape[2]
     inward = [
@@ -125,14 +141,22 @@ def test_the_switch_baseline_keeps_everything_but_the_experts():
     assert len(kept) == len(student) - 4
     for name, tensor in kept.items():
         assert torch.equal(student[name], tensor)
-    drawn = {name.removeprefix("blocks.0.mlp."): tensor for name, tensor in student.items() if ".mlp." in name}
+    drawn = {
+        name.removeprefix("blocks.0.mlp."): tensor
+        for name, tensor in student.items()
+        if ".mlp." in name
+    }
     assert 0.018 < drawn["fc1.weight"].std() < 0.022
     assert 0.018 < drawn["fc2.weight"].std() < 0.022
     assert not drawn["fc1.bias"].any()
     assert not drawn["fc2.bias"].any()
     again = timm_moe.to_dense(teacher, "random").state_dict()
     assert not torch.equal(again["blocks.0.mlp.fc1.weight"], student["blocks.0.mlp.fc1.weight"])
-    networks = Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent").to(torch.bfloat16).stacked_weights()
+    networks = (
+        Experts(Mlp(6, 8, norm_layer=torch.nn.LayerNorm), 2, "independent")
+        .to(torch.bfloat16)
+        .stacked_weights()
+    )
     drawn = METHODS["random"](networks)
     assert drawn["norm.weight"].unique().tolist() == [1]
     assert not drawn["norm.bias"].any()
@@ -146,7 +170,9 @@ def test_equal_experts_give_their_strongest_units_many_times():
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-@pytest.mark.parametrize("name", ["vit_tiny_moe", "vit_tiny_ewa_moe", "vimoe_s14_shared", "vmoe_pbe_s32"])
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_moe", "vit_tiny_ewa_moe", "vimoe_s14_shared", "vmoe_pbe_s32"]
+)
 def test_every_kind_of_model_becomes_a_stock_model(method, name, images, tmp_path):
     options = dict(num_experts=2) if "ewa" not in name else {}
     model = timm.create_model(name, **options, **SMALL_VIT).eval()
@@ -160,7 +186,9 @@ def test_every_kind_of_model_becomes_a_stock_model(method, name, images, tmp_pat
 
 
 def test_a_shared_expert_is_one_of_the_experts():
-    model = timm.create_model("vimoe_s14_shared", num_experts=2, expert_init="independent", **SMALL_VIT)
+    model = timm.create_model(
+        "vimoe_s14_shared", num_experts=2, expert_init="independent", **SMALL_VIT
+    )
     layer = timm_moe.moe_layers(model)["blocks.3.mlp"]
     mean = timm_moe.to_dense(model).blocks[3].mlp.fc1.weight
     expected = (layer.fc1.weight.sum(0) + layer.shared.fc1.weight) / 3
@@ -196,4 +224,6 @@ def test_only_the_mean_of_ewas_experts_is_what_was_trained(tmp_path):
     ewa = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
     assert timm_moe.export_dense(ewa, tmp_path / "average").exact
     assert not timm_moe.export_dense(ewa, tmp_path / "svd", "svd", svd_ratio=0.5).exact
-    assert not timm_moe.export_dense(timm.create_model("vit_tiny_moe", **SMALL_VIT), tmp_path / "moe").exact
+    assert not timm_moe.export_dense(
+        timm.create_model("vit_tiny_moe", **SMALL_VIT), tmp_path / "moe"
+    ).exact

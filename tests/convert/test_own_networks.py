@@ -117,11 +117,16 @@ class Vit(nn.Module):
 def convert(make, named=True, router="top_k", **options):
     torch.manual_seed(0)
     model, modules = Vit(make), r"blocks\.\d\.mlp" if named else None
-    return timm_moe.convert_to_moe(model, modules=modules, moe_layers="every-1", router=router, **options)
+    return timm_moe.convert_to_moe(
+        model, modules=modules, moe_layers="every-1", router=router, **options
+    )
 
 
 def experts_of(layer):
-    return [layer.to_ffn({name: stacked[e] for name, stacked in layer.stacked_weights().items()}) for e in range(4)]
+    return [
+        layer.to_ffn({name: stacked[e] for name, stacked in layer.stacked_weights().items()})
+        for e in range(4)
+    ]
 
 
 REFUSED = {
@@ -146,9 +151,13 @@ def test_what_experts_could_not_do_is_refused(network):
 def test_a_part_of_a_known_network_that_mixes_rows_is_refused(part, named):
     parts = {
         "act_layer": CentreInTraining,
-        "norm_layer": lambda width, **kw: nn.BatchNorm1d(width, affine=False, track_running_stats=False),
+        "norm_layer": lambda width, **kw: nn.BatchNorm1d(
+            width, affine=False, track_running_stats=False
+        ),
     }
-    with pytest.raises(ValueError, match="it mixes rows" if named else "no numbered block with an mlp"):
+    with pytest.raises(
+        ValueError, match="it mixes rows" if named else "no numbered block with an mlp"
+    ):
         convert(lambda: Mlp(8, 12, **{part: parts[part]}), named)
 
 
@@ -169,7 +178,9 @@ def test_each_expert_computes_what_it_would_alone(network, training):
             parameter.normal_(std=0.5)
         y, routing = layer(x), layer.router(x)
         expert_T, gate_T = routing.experts()[:, 0], routing.gates[:, 0]
-        alone = torch.stack([expert.train(training)(x.flatten(0, 1)) for expert in experts_of(layer)])
+        alone = torch.stack(
+            [expert.train(training)(x.flatten(0, 1)) for expert in experts_of(layer)]
+        )
         expected = alone[expert_T, torch.arange(15)] * gate_T[:, None]
     torch.testing.assert_close(y.flatten(0, 1), expected)
 
@@ -232,7 +243,9 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", [lambda: nn.Linear(8, 8), nn.Identity, lambda: nn.Parameter(torch.zeros(3))])
+@pytest.mark.parametrize(
+    "kind", [lambda: nn.Linear(8, 8), nn.Identity, lambda: nn.Parameter(torch.zeros(3))]
+)
 def test_parts_with_a_name_of_the_layer_are_refused_by_name(name, kind):
     def make():
         network = Own()
@@ -241,7 +254,9 @@ def test_parts_with_a_name_of_the_layer_are_refused_by_name(name, kind):
         (network._parameters if isinstance(part, nn.Parameter) else network._modules)[name] = part
         return network
 
-    with pytest.raises(ValueError, match=f"part called '{name}' cannot be stacked into experts.*rename the part"):
+    with pytest.raises(
+        ValueError, match=f"part called '{name}' cannot be stacked into experts.*rename the part"
+    ):
         convert(make)
 
 

@@ -13,15 +13,26 @@ from timm_moe.convert.blocks import expert_parameters
 from timm_moe.convert.hooks import note_padding
 from timm_moe.training.router_losses import routing_summary
 
-OPTIONS = dict(router="top_k", num_experts=4, top_k=2, capacity_factor=1.0, batch_priority=True, moe_layers="every-1")
-NAFLEX = dict(embed_dim=32, depth=2, num_heads=2, patch_size=8, num_classes=5, pos_embed_grid_size=(4, 4))
+OPTIONS = dict(
+    router="top_k",
+    num_experts=4,
+    top_k=2,
+    capacity_factor=1.0,
+    batch_priority=True,
+    moe_layers="every-1",
+)
+NAFLEX = dict(
+    embed_dim=32, depth=2, num_heads=2, patch_size=8, num_classes=5, pos_embed_grid_size=(4, 4)
+)
 
 
 def naflex(tokens, padded):
     """Two images as patches, of which the second has three tokens less, and room for more."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, tokens, 192, generator=generator)
-    places = torch.stack([torch.arange(tokens) // 4, torch.arange(tokens) % 4], -1).expand(2, -1, -1)
+    places = torch.stack([torch.arange(tokens) // 4, torch.arange(tokens) % 4], -1).expand(
+        2, -1, -1
+    )
     valid = torch.arange(tokens).expand(2, -1) < torch.tensor([[tokens], [tokens - 3]])
     room = (0, 0, 0, padded)
     return dict(
@@ -54,12 +65,16 @@ def assert_same(model, short, padded):
         if model.training:
             (output.square().sum() + timm_moe.auxiliary_loss(model)).backward()
         gradients = [stacked.grad for stacked in expert_parameters(model).values()]
-        statistics = {path: vars(summary) for path, summary in routing_summary(model, reset=True).items()}
+        statistics = {
+            path: vars(summary) for path, summary in routing_summary(model, reset=True).items()
+        }
         results.append((output, gradients, statistics))
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, dict(shared_expert=True), dict(capacity_factor="none", aux_loss="importance")])
+@pytest.mark.parametrize(
+    "options", [{}, dict(shared_expert=True), dict(capacity_factor="none", aux_loss="importance")]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_naflexvit(options, training):
     model = naflex_vit(eval_capacity_factor=0.8, **options).train(training)
@@ -69,7 +84,9 @@ def test_naflexvit(options, training):
 def encoder(batch_first, **options):
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=batch_first)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return randomised(timm_moe.convert_to_moe(model, **{**OPTIONS, "eval_capacity_factor": 0.8, **options}))
+    return randomised(
+        timm_moe.convert_to_moe(model, **{**OPTIONS, "eval_capacity_factor": 0.8, **options})
+    )
 
 
 def padded_by(number, batch_first, kind=torch.bool):
@@ -89,32 +106,46 @@ def padded_by(number, batch_first, kind=torch.bool):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("batch_first", "kind"), [(True, torch.bool), (False, torch.bool), (True, torch.float)])
+@pytest.mark.parametrize(
+    ("batch_first", "kind"), [(True, torch.bool), (False, torch.bool), (True, torch.float)]
+)
 def test_an_encoder_of_torch(batch_first, kind, training):
     model = encoder(batch_first).train(training)
     assert_same(model, padded_by(0, batch_first, kind), padded_by(3, batch_first, kind))
 
 
-@pytest.mark.parametrize("options", [dict(router="soft"), dict(router="expert_choice"), dict(group_images=1)])
+@pytest.mark.parametrize(
+    "options", [dict(router="soft"), dict(router="expert_choice"), dict(group_images=1)]
+)
 def test_routers_of_images_refuse_tokens_before_images(options):
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False
+    )
     options = {"router": "top_k", **options}
-    with pytest.raises(ValueError, match=r"input of layers\.1\.linear1 is not images: .* batch_first=True\."):
+    with pytest.raises(
+        ValueError, match=r"input of layers\.1\.linear1 is not images: .* batch_first=True\."
+    ):
         timm_moe.convert_to_moe(model, num_experts=2, **options)
     assert not timm_moe.moe_layers(model)
 
 
-@pytest.mark.parametrize("options", [dict(ensemble="partitioning", ensemble_size=2), dict(router="top_k", top_k=1)])
+@pytest.mark.parametrize(
+    "options", [dict(ensemble="partitioning", ensemble_size=2), dict(router="top_k", top_k=1)]
+)
 def test_other_routers(options):
     assert_same(encoder(True, **options), padded_by(0, True), padded_by(5, True))
 
 
 def test_random_partitions_are_of_tokens():
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-    model = timm_moe.convert_to_moe(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), moe_layers="every-1")
+    model = timm_moe.convert_to_moe(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), moe_layers="every-1"
+    )
     rows = []
     for layer in timm_moe.moe_layers(model).values():
-        layer.router.register_forward_hook(lambda _, inputs, routing: rows.append(routing.offsets.tolist()))
+        layer.router.register_forward_hook(
+            lambda _, inputs, routing: rows.append(routing.offsets.tolist())
+        )
     padded_by(6, True)(model.train())
     assert rows == [[5, 10, 14, 18]] * 2
 
@@ -123,12 +154,18 @@ def test_recomputation_sees_the_mask():
     """Two forwards wait for their backward, which repeats each with its own mask."""
     model = encoder(True)
     results = []
-    for call in (lambda layer, *args, **kwargs: layer(*args, **kwargs), partial(checkpoint, use_reentrant=False)):
+    for call in (
+        lambda layer, *args, **kwargs: layer(*args, **kwargs),
+        partial(checkpoint, use_reentrant=False),
+    ):
         x = torch.randn(3, 9, 16, generator=torch.Generator().manual_seed(0))
         loss = 0.0
         for tokens in (6, 4):
             mask = (torch.arange(9) >= tokens).expand(3, 9)
-            loss = loss + call(model.layers[0], x, src_key_padding_mask=mask)[:, :tokens].square().sum()
+            loss = (
+                loss
+                + call(model.layers[0], x, src_key_padding_mask=mask)[:, :tokens].square().sum()
+            )
         model.zero_grad()
         loss.backward()
         results.append([stacked.grad for stacked in expert_parameters(model.layers[0]).values()])
@@ -137,7 +174,8 @@ def test_recomputation_sees_the_mask():
 
 def test_images_that_are_counted_whole_cannot_have_padding():
     with pytest.raises(
-        ValueError, match=r"has padding, .* of layers.0.linear1 cannot leave out, .* group_images.*, or 'soft'"
+        ValueError,
+        match=r"has padding, .* of layers.0.linear1 cannot leave out, .* group_images.*, or 'soft'",
     ):
         padded_by(3, True)(encoder(True, group_images=1).train())
     padded_by(0, True)(encoder(True, group_images=1).train())
@@ -145,8 +183,16 @@ def test_images_that_are_counted_whole_cannot_have_padding():
 
 def test_a_mask_that_cannot_be_read_is_told():
     model = encoder(True)
-    with pytest.warns(UserWarning, match="cannot see padding by 'src_key_padding_mask' of a .*, a str"):
-        note_padding(model.layers[0], (), {"src_key_padding_mask": "mask"}, name="src_key_padding_mask", position=2)
+    with pytest.warns(
+        UserWarning, match="cannot see padding by 'src_key_padding_mask' of a .*, a str"
+    ):
+        note_padding(
+            model.layers[0],
+            (),
+            {"src_key_padding_mask": "mask"},
+            name="src_key_padding_mask",
+            position=2,
+        )
 
 
 class Block(nn.Module):
@@ -167,13 +213,20 @@ class Unknown(Block):
 
 def test_masks_of_own_blocks():
     x, mask = torch.randn(2, 6, 8), (torch.arange(6) > 3).expand(2, 6)
-    named, unknown = (timm_moe.convert_to_moe(block(), **OPTIONS, modules=["net"]) for block in (Named, Unknown))
+    named, unknown = (
+        timm_moe.convert_to_moe(block(), **OPTIONS, modules=["net"]) for block in (Named, Unknown)
+    )
     assert torch.equal(named.train()(x, key_padding_mask=mask)[mask], x[mask])
-    with pytest.warns(UserWarning, match=r"cannot see padding by 'mask' of a Unknown, a Tensor, .* key_padding_mask"):
+    with pytest.warns(
+        UserWarning,
+        match=r"cannot see padding by 'mask' of a Unknown, a Tensor, .* key_padding_mask",
+    ):
         unknown.train()(x, mask)
 
 
-TEXT = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+TEXT = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -188,7 +241,9 @@ def test_text_of_transformers(attention, is_left):
     def padded(number):
         room = (number, 0) if is_left else (0, number)
         mask = nn.functional.pad(torch.ones_like(ids), room)
-        words = dict(input_ids=nn.functional.pad(ids, room), position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        words = dict(
+            input_ids=nn.functional.pad(ids, room), position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        )
         return lambda model: model(**words, attention_mask=mask).last_hidden_state[mask.bool()]
 
     assert_same(model, padded(0), padded(5))
@@ -197,7 +252,9 @@ def test_text_of_transformers(attention, is_left):
 def test_images_of_transformers():
     transformers = pytest.importorskip("transformers")
     sizes = {name: value for name, value in TEXT.items() if name != "vocab_size"}
-    model = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(num_patches=16, patch_size=4, **sizes))
+    model = transformers.Siglip2VisionModel(
+        transformers.Siglip2VisionConfig(num_patches=16, patch_size=4, **sizes)
+    )
     model = randomised(timm_moe.convert_to_moe(model.train(), **OPTIONS))
     x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(0))
 
@@ -205,6 +262,8 @@ def test_images_of_transformers():
         mask = nn.functional.pad(torch.ones(2, 9, dtype=torch.int), (0, number))
         patches = nn.functional.pad(x, (0, 0, 0, number), value=3.0)
         shapes = torch.tensor([[3, 3], [3, 3]])
-        return lambda model: model(patches, pixel_attention_mask=mask, spatial_shapes=shapes).pooler_output
+        return lambda model: (
+            model(patches, pixel_attention_mask=mask, spatial_shapes=shapes).pooler_output
+        )
 
     assert_same(model, padded(0), padded(7))

@@ -37,7 +37,9 @@ class Modulo(Router):
         expert_TK = torch.arange(rows, device=x.device)[:, None] + self.step * torch.arange(
             self.choices, device=x.device
         )
-        return routing_to(expert_TK % self.num_experts, self.scale[expert_TK % self.num_experts], self.num_experts)
+        return routing_to(
+            expert_TK % self.num_experts, self.scale[expert_TK % self.num_experts], self.num_experts
+        )
 
 
 class Plain(Router):
@@ -63,7 +65,9 @@ def registered(monkeypatch):
 
 
 def test_a_registered_router_is_an_option_of_every_model(registered, images):
-    model = timm.create_model("vit_tiny_ewa_moe", router="modulo", step=3, choices=2, num_experts=4, **SMALL_VIT)
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", router="modulo", step=3, choices=2, num_experts=4, **SMALL_VIT
+    )
     layer = model.blocks[1].mlp
     assert (type(layer), type(layer.router), layer.router.step) == (MoeMlp, Modulo, 3)
     assert layer.share_rate == 0
@@ -71,18 +75,26 @@ def test_a_registered_router_is_an_option_of_every_model(registered, images):
     assert (layer.router.scale.grad != 0).all()
     measured = model_info("vit_tiny_ewa_moe", router="modulo", choices=2, num_experts=4)
     once = model_info("vit_tiny_ewa_moe", router="modulo", choices=1, num_experts=4)
-    assert (measured.top_k, once.top_k, measured.routing_unit, measured.exported) == (2, 1, "token", None)
+    assert (measured.top_k, once.top_k, measured.routing_unit, measured.exported) == (
+        2,
+        1,
+        "token",
+        None,
+    )
     assert measured.gflops > 1.2 * once.gflops  # half of the networks are computed twice
     assert measured.activated > once.activated
 
 
 def test_operations_are_those_of_an_even_spread():
     few, many = (model_info("vit_tiny_moe", num_experts=number).gflops for number in (3, 5))
-    assert many - few == pytest.approx(2 * 192 * 2 * 197 * 6 / 1e9)  # of the routers alone, in six layers
+    # Of the routers alone, in six layers.
+    assert many - few == pytest.approx(2 * 192 * 2 * 197 * 6 / 1e9)
 
 
 def test_a_spec_and_a_callable_need_no_name(dense_vit, images):
-    model = timm_moe.convert_to_moe(dense_vit, router=SPEC, moe_layers="1", step=2, shared_expert=True)
+    model = timm_moe.convert_to_moe(
+        dense_vit, router=SPEC, moe_layers="1", step=2, shared_expert=True
+    )
     assert type(model.blocks[1].mlp) is SharedExpertMlp
     timm_moe.convert_to_moe(model, router=Plain, moe_layers="3", num_experts=3)
     assert type(model.blocks[3].mlp.router) is Plain
@@ -92,13 +104,18 @@ def test_a_spec_and_a_callable_need_no_name(dense_vit, images):
 
 
 def test_a_module_that_is_no_router_is_refused(dense_vit):
-    with pytest.raises(TypeError, match=r"^A router is a subclass of timm_moe\.layers\.Router, and Linear is not\.$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^A router is a subclass of timm_moe\.layers\.Router, and Linear is not\.$",
+    ):
         timm_moe.convert_to_moe(dense_vit, router=nn.Linear, num_experts=3)
 
 
 def test_a_router_follows_the_network_in_place_and_type(dense_vit):
     model = timm_moe.convert_to_moe(dense_vit.to(torch.bfloat16), router=Plain)
-    assert {parameter.dtype for parameter in model.blocks[1].mlp.router.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.blocks[1].mlp.router.parameters()} == {
+        torch.bfloat16
+    }
     with torch.device("meta"):
         meta = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     timm_moe.convert_to_moe(meta, router=Plain)
@@ -107,7 +124,9 @@ def test_a_router_follows_the_network_in_place_and_type(dense_vit):
 
 def test_weights_that_cannot_begin_anew_are_told():
     model = timm.create_model("vit_tiny_ewa_moe", router=Plain, **SMALL_VIT)
-    with pytest.raises(RuntimeError, match=r"router Plain has parameters, but no reset_parameters\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"router Plain has parameters, but no reset_parameters\(\)"
+    ):
         model.init_weights()
 
 
@@ -119,17 +138,27 @@ def test_weights_that_cannot_begin_anew_are_told():
             ValueError,
             "top_k is an option of router='top_k', which router='modulo'",
         ),
-        ({"router": "top_k", "step": 2}, ValueError, "'modulo', which router='top_k' does not have"),
+        (
+            {"router": "top_k", "step": 2},
+            ValueError,
+            "'modulo', which router='top_k' does not have",
+        ),
         ({"router": "modulo", "stepp": 2}, TypeError, "unexpected keyword argument 'stepp'"),
         (
             {"router": "position"},
             ValueError,
             r"top_k, expert_choice, soft, .*modulo.*, got 'position'; one of your own is registered",
         ),
-        ({"router": "modulo", "shared_init": "zero_out"}, ValueError, "is an option of shared_expert=True"),
+        (
+            {"router": "modulo", "shared_init": "zero_out"},
+            ValueError,
+            "is an option of shared_expert=True",
+        ),
     ],
 )
-def test_what_does_not_go_together_leaves_the_model_as_it_was(registered, dense_vit, options, error, message):
+def test_what_does_not_go_together_leaves_the_model_as_it_was(
+    registered, dense_vit, options, error, message
+):
     with pytest.raises(error, match=message):
         timm_moe.convert_to_moe(dense_vit, **options)
     assert not timm_moe.moe_layers(dense_vit)
@@ -139,7 +168,9 @@ def test_names_and_options_are_not_taken_twice(registered):
     with pytest.raises(ValueError, match="There is a router 'modulo' already"):
         timm_moe.register_router(SPEC)
     for name in ("num_experts", "model", "dim"):
-        with pytest.raises(ValueError, match=f"{name} is an option of every router, so 'other' cannot have one"):
+        with pytest.raises(
+            ValueError, match=f"{name} is an option of every router, so 'other' cannot have one"
+        ):
             timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {name: 1}))
 
 
@@ -147,13 +178,21 @@ def test_an_option_that_is_an_argument_of_the_model_is_refused_only_where_it_is_
     timm_moe.register_router(timm_moe.RouterSpec("heads", Modulo, {"num_heads": 12}))
     assert timm.create_model("vit_small_ewa_moe").blocks[0].attn.num_heads == 6
     assert timm.create_model("vit_tiny_ewa_moe", num_heads=12).blocks[0].attn.num_heads == 12
-    with pytest.raises(ValueError, match="num_heads is an option of the router and an argument of VisionTransformer"):
+    with pytest.raises(
+        ValueError,
+        match="num_heads is an option of the router and an argument of VisionTransformer",
+    ):
         timm.create_model("vit_small_ewa_moe", router="heads")
 
 
 def test_a_routing_of_wrong_shapes_is_refused():
-    for expert, weight in ((torch.zeros(4).long(), torch.ones(4)), (torch.zeros(4, 1), torch.ones(4, 1))):
-        with pytest.raises(ValueError, match=r"needs integers and their weights of one shape \(T, K\)"):
+    for expert, weight in (
+        (torch.zeros(4).long(), torch.ones(4)),
+        (torch.zeros(4, 1), torch.ones(4, 1)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"needs integers and their weights of one shape \(T, K\)"
+        ):
             routing_to(expert, weight, 2)
     with pytest.raises(ValueError, match="of one shape"):
         routing_to(torch.zeros(4, 1).long(), torch.ones(4, 2), 2)
@@ -169,12 +208,18 @@ def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
     assert routing.offsets[-1] == rows * choices
     expert_of_place = torch.bucketize(torch.arange(rows * choices), routing.offsets, right=True)
     assert torch.equal(expert_of_place[routing.slots], expert_TK)
-    assert torch.equal(routing.token_indices[routing.slots], torch.arange(rows)[:, None].expand(rows, choices))
+    assert torch.equal(
+        routing.token_indices[routing.slots], torch.arange(rows)[:, None].expand(rows, choices)
+    )
     assert torch.equal(routing.gates, weight_TK)
 
 
 def test_what_a_router_does_not_state():
-    assert (Router(6).experts_of_row(), Router(6).routing_degree(), Router(6).routing_unit) == (1, 6, "token")
+    assert (Router(6).experts_of_row(), Router(6).routing_degree(), Router(6).routing_unit) == (
+        1,
+        6,
+        "token",
+    )
     assert TopKRouter(8, 6, 2).routing_degree() == 15
 
 
@@ -193,7 +238,9 @@ check_arguments("vit_small_ewa_moe", dict(router="norm", per_image=True), "a fil
 UNTRAINED = {
     "one of them, renormalised": dict(gate_mode="renorm", aux_loss_weight=0),
     "without a gate": dict(gate_mode="one", aux_loss_weight=0, top_k=2),
-    "by a bias and the loss about large logits": dict(gate_mode="renorm", balance="bias", z_loss_weight=0.001),
+    "by a bias and the loss about large logits": dict(
+        gate_mode="renorm", balance="bias", z_loss_weight=0.001
+    ),
     "of an image": dict(gate_mode="renorm", aux_loss_weight=0.0, routing_unit="image"),
 }
 TRAINED = {
@@ -206,7 +253,9 @@ TRAINED = {
 
 @pytest.mark.parametrize("how", UNTRAINED)
 def test_a_router_that_nothing_would_train_is_named(how):
-    with pytest.warns(UserWarning, match=r"all gates are one.*aux_loss_weight above 0\), or take gate_mode='prob'"):
+    with pytest.warns(
+        UserWarning, match=r"all gates are one.*aux_loss_weight above 0\), or take gate_mode='prob'"
+    ):
         timm_moe.convert_to_moe(
             timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", **UNTRAINED[how]
         )
@@ -216,7 +265,9 @@ def test_a_router_that_nothing_would_train_is_named(how):
 def test_a_router_that_something_trains_is_not(how):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        timm_moe.convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", **TRAINED[how])
+        timm_moe.convert_to_moe(
+            timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", **TRAINED[how]
+        )
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(["mobilevit_xxs", "tnt_s_patch16_224", *SMALL]))
@@ -226,26 +277,45 @@ def test_routers_of_images_refuse_what_gets_parts_of_images(name):
     networks, entries = list(find_networks(model).items()), {}
     for path, network in networks:
         if isinstance(network, nn.Module):
-            network.register_forward_pre_hook(lambda _, given, path=path: entries.update({path: len(given[0])}))
+            network.register_forward_pre_hook(
+                lambda _, given, path=path: entries.update({path: len(given[0])})
+            )
     size = 224 if name == "efficientformer_l3" else SMALL[name].get("img_size", 64)
     with torch.no_grad():
         model(torch.randn(3, 3, size, size))
     refused = {path for path, number in entries.items() if number != 3}
     assert bool(refused) == (name in ("mobilevit_xxs", "tnt_s_patch16_224"))
     for number, (path, _) in enumerate(networks):
-        for options in (dict(router="soft"), dict(router="expert_choice"), dict(router="top_k", group_images=1)):
+        for options in (
+            dict(router="soft"),
+            dict(router="expert_choice"),
+            dict(router="top_k", group_images=1),
+        ):
             if path in refused:
-                with pytest.raises(ValueError, match=rf"needs the tokens of whole images, .* of {path} is not images:"):
+                with pytest.raises(
+                    ValueError,
+                    match=rf"needs the tokens of whole images, .* of {path} is not images:",
+                ):
                     timm_moe.convert_to_moe(model, 2, str(number), **options)
     assert not timm_moe.moe_layers(model)
-    whole = [str(number) for number, (path, _) in enumerate(networks) if path in entries and path not in refused]
-    for options in [dict(router="soft", moe_layers=whole)] * bool(whole) + [dict(router="top_k", moe_layers="tail-1")]:
+    whole = [
+        str(number)
+        for number, (path, _) in enumerate(networks)
+        if path in entries and path not in refused
+    ]
+    for options in [dict(router="soft", moe_layers=whole)] * bool(whole) + [
+        dict(router="top_k", moe_layers="tail-1")
+    ]:
         timm_moe.convert_to_moe(copy.deepcopy(model), 2, **options)
 
 
 def test_parts_of_images_of_transformers():
     transformers = pytest.importorskip("transformers")
-    model = transformers.MobileViTModel(transformers.MobileViTConfig(hidden_sizes=[16, 16, 16], num_hidden_layers=1))
-    with pytest.raises(ValueError, match=r"needs the tokens of whole images, .* take another router or, in torch's"):
+    model = transformers.MobileViTModel(
+        transformers.MobileViTConfig(hidden_sizes=[16, 16, 16], num_hidden_layers=1)
+    )
+    with pytest.raises(
+        ValueError, match=r"needs the tokens of whole images, .* take another router or, in torch's"
+    ):
         timm_moe.convert_to_moe(model, router="soft")
     assert timm_moe.moe_layers(timm_moe.convert_to_moe(model, router="top_k"))

@@ -36,11 +36,15 @@ def with_compiled_block(model):
     return model
 
 
-@pytest.mark.parametrize("wrapper", [nn.DataParallel, torch.compile, AveragedModel, ModelEmaV3, with_compiled_block])
+@pytest.mark.parametrize(
+    "wrapper", [nn.DataParallel, torch.compile, AveragedModel, ModelEmaV3, with_compiled_block]
+)
 def test_a_wrapped_model_is_refused(wrapper):
     for model in (wrapper(vit()), Classifier(wrapper)):
         before = dict(model.named_modules())
-        with pytest.raises(ValueError, match=r"is wrapped already, by .*: convert the model first, then wrap it"):
+        with pytest.raises(
+            ValueError, match=r"is wrapped already, by .*: convert the model first, then wrap it"
+        ):
             timm_moe.convert_to_moe(model)
         assert dict(model.named_modules()) == before
 
@@ -51,14 +55,18 @@ def test_what_is_wrapped_beside_the_experts_may_stay():
 
 
 def refusals(rank, folder):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=1
+    )
     ddp, sharded = DistributedDataParallel(vit()), vit()
     fsdp = FullyShardedDataParallel(vit(), use_orig_params=True, device_id=torch.device("cpu"))
     fully_shard(sharded)
     models = dict(ddp=ddp, around=Classifier(DistributedDataParallel), fsdp=fsdp)
     models |= dict(sharded=sharded, compiled=torch.compile(ddp))
     for name, model in models.items():
-        with pytest.raises(ValueError, match=r"is wrapped already, by .*: convert the model first, then wrap it"):
+        with pytest.raises(
+            ValueError, match=r"is wrapped already, by .*: convert the model first, then wrap it"
+        ):
             raise AssertionError(f"{name} was converted: {timm_moe.convert_to_moe(model)}")
     torch.distributed.destroy_process_group()
 
@@ -93,7 +101,11 @@ def saved(model):
 
 @pytest.mark.parametrize(
     ("way", "router", "strict"),
-    [*((way, "top_k", True) for way in COPIES), ("itself", "random", False), ("itself", "top_k", False)],
+    [
+        *((way, "top_k", True) for way in COPIES),
+        ("itself", "random", False),
+        ("itself", "top_k", False),
+    ],
 )
 def test_a_checkpoint_with_other_expert_layers_is_refused(way, router, strict):
     model, fewer, more = (COPIES[way](convert(layers, router)) for layers in ("1,3", "3", "1,2,3"))
@@ -112,5 +124,9 @@ def test_layers_of_two_conversions_are_one_set():
     with pytest.raises(ValueError, match=r"has experts, but none in blocks.3.mlp.fc1.weight"):
         model.load_state_dict(convert("1").state_dict())
     dense = timm_moe.to_dense(model)
-    assert not {**dense._forward_pre_hooks, **dense._load_state_dict_pre_hooks, **dense.blocks[1]._forward_pre_hooks}
+    assert not {
+        **dense._forward_pre_hooks,
+        **dense._load_state_dict_pre_hooks,
+        **dense.blocks[1]._forward_pre_hooks,
+    }
     assert vars(dense).keys() == vars(vit()).keys()

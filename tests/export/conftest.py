@@ -15,10 +15,21 @@ from hub_server import hub_server
 def checkpoint(ewa_vit, tmp_path):
     """What train.py saves."""
     args = argparse.Namespace(
-        model="vit_tiny_ewa_moe", num_classes=5, model_kwargs=OPTIONS, img_size=32, mean=[0.1, 0.2, 0.3], crop_pct=0.5
+        model="vit_tiny_ewa_moe",
+        num_classes=5,
+        model_kwargs=OPTIONS,
+        img_size=32,
+        mean=[0.1, 0.2, 0.3],
+        crop_pct=0.5,
     )
     ema = {name: tensor / 2 for name, tensor in ewa_vit.state_dict().items()}
-    state = {"epoch": 1, "arch": args.model, "args": args, "state_dict": ewa_vit.state_dict(), "state_dict_ema": ema}
+    state = {
+        "epoch": 1,
+        "arch": args.model,
+        "args": args,
+        "state_dict": ewa_vit.state_dict(),
+        "state_dict_ema": ema,
+    }
     torch.save(state, tmp_path / "model_best.pth.tar")
     return tmp_path / "model_best.pth.tar"
 
@@ -31,16 +42,37 @@ def checkpoints(tmp_path_factory):
     for name in ("vit_tiny_ewa_moe", "vit_tiny_moe"):
         model = timm.create_model(name, **SMALL_VIT, num_experts=3)
         args = argparse.Namespace(
-            model=name, num_classes=5, model_kwargs={**OPTIONS, "num_experts": 3}, data_dir="/home/somebody/images",
-            dataset="torch/cifar100", epochs=2, batch_size=64, opt="adamw", lr=1e-3, eval_metric="top1",
-            model_ema=False, resume="/home/somebody/a run/last.pth.tar",
-            kd_model_name="local-dir:/home/somebody/teacher", kd_temperature=1.0, mixup=0.0,
-        )  # fmt: skip
+            model=name,
+            num_classes=5,
+            model_kwargs={**OPTIONS, "num_experts": 3},
+            data_dir="/home/somebody/images",
+            dataset="torch/cifar100",
+            epochs=2,
+            batch_size=64,
+            opt="adamw",
+            lr=1e-3,
+            eval_metric="top1",
+            model_ema=False,
+            resume="/home/somebody/a run/last.pth.tar",
+            kd_model_name="local-dir:/home/somebody/teacher",
+            kd_temperature=1.0,
+            mixup=0.0,
+        )
         ema = {key: value / 2 for key, value in model.state_dict().items()}
-        state = {"epoch": 1, "arch": name, "args": args, "state_dict": model.state_dict(), "state_dict_ema": ema}
+        state = {
+            "epoch": 1,
+            "arch": name,
+            "args": args,
+            "state_dict": model.state_dict(),
+            "state_dict_ema": ema,
+        }
         (folder / name).mkdir()
         torch.save({**state, "metric": 51.25}, folder / name / "last.pth.tar")
-        rows = ["epoch,train_loss,eval_loss,eval_top1,eval_top5,lr", "0,4,3.5,33,70,0.1", "1,3,2.5,51.25,81.5,0.05"]
+        rows = [
+            "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr",
+            "0,4,3.5,33,70,0.1",
+            "1,3,2.5,51.25,81.5,0.05",
+        ]
         (folder / name / "summary.csv").write_text("\n".join(rows) + "\n")
     return {name: folder / name / "last.pth.tar" for name in ("vit_tiny_ewa_moe", "vit_tiny_moe")}
 
@@ -59,7 +91,11 @@ def process(server, tmp_path_factory):
     yield worker
     worker.stop()
     written = [*folder.rglob("*"), *server.folder.rglob("*")]
-    leaks = [file for file in written if file.is_file() and re.search(rb"hf_\w*Secret", file.read_bytes())]
+    leaks = [
+        file
+        for file in written
+        if file.is_file() and re.search(rb"hf_\w*Secret", file.read_bytes())
+    ]
     assert not leaks, "the token is in a file or an output"
 
 

@@ -21,10 +21,18 @@ DAMAGED_FOLDERS = {
     "config garbage": lambda folder: (folder / "config.json").write_text("{"),
     "config a list": lambda folder: (folder / "config.json").write_text("[]"),
     "no architecture": lambda folder: edit(folder, lambda config: config.pop("architecture")),
-    "architecture a number": lambda folder: edit(folder, lambda config: config.update(architecture=3)),
-    "unknown architecture": lambda folder: edit(folder, lambda config: config.update(architecture="vit_nonsense")),
-    "model_args a string": lambda folder: edit(folder, lambda config: config.update(model_args="x")),
-    "hostile model_args": lambda folder: edit(folder, lambda config: config["model_args"].update(num_heads=7)),
+    "architecture a number": lambda folder: edit(
+        folder, lambda config: config.update(architecture=3)
+    ),
+    "unknown architecture": lambda folder: edit(
+        folder, lambda config: config.update(architecture="vit_nonsense")
+    ),
+    "model_args a string": lambda folder: edit(
+        folder, lambda config: config.update(model_args="x")
+    ),
+    "hostile model_args": lambda folder: edit(
+        folder, lambda config: config["model_args"].update(num_heads=7)
+    ),
 }
 
 
@@ -32,7 +40,9 @@ DAMAGED_FOLDERS = {
 def test_damaged_folders(ewa_vit, tmp_path, damage):
     save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
     DAMAGED_FOLDERS[damage](tmp_path / "moe")
-    with pytest.raises(ValueError, match=r"local-dir:.*moe cannot be created from its config.json and weights: \S+"):
+    with pytest.raises(
+        ValueError, match=r"local-dir:.*moe cannot be created from its config.json and weights: \S+"
+    ):
         timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
     assert os.listdir(tmp_path) == ["moe"]
 
@@ -54,7 +64,8 @@ def test_damaged_checkpoints(checkpoint, tmp_path, damage):
         content.update(damage)
     torch.save(content, checkpoint)
     with pytest.raises(
-        ValueError, match=r"does not say which model|no state dict of tensors|model.s arguments .* damaged"
+        ValueError,
+        match=r"does not say which model|no state dict of tensors|model.s arguments .* damaged",
     ):
         timm_moe.export_dense(checkpoint, tmp_path / "vit")
 
@@ -86,9 +97,21 @@ def _write(path, content):
         ("a.pth", b"not a checkpoint at all", "is damaged or not a checkpoint"),
         ("a.pth", b"\x89PNG\r\n\x1a\n" + bytes(99), "is damaged or not a checkpoint"),
         ("a.safetensors", b"not safetensors either", "is damaged or not a checkpoint"),
-        ("a.safetensors", {"state_dict": {}}, "was written by torch.save and is no safetensors file: rename it"),
-        ("summary.csv", b"epoch,train_loss,eval_loss\n0,4.4,4.3\n", "is damaged or not a checkpoint"),
-        ("a.pth", {"state_dict": Code()}, r"runs code when it is read \(.*system\), which is refused"),
+        (
+            "a.safetensors",
+            {"state_dict": {}},
+            "was written by torch.save and is no safetensors file: rename it",
+        ),
+        (
+            "summary.csv",
+            b"epoch,train_loss,eval_loss\n0,4.4,4.3\n",
+            "is damaged or not a checkpoint",
+        ),
+        (
+            "a.pth",
+            {"state_dict": Code()},
+            r"runs code when it is read \(.*system\), which is refused",
+        ),
         ("a.pth", pickle.dumps(Code()), "runs code when it is read|is damaged or not a checkpoint"),
         ("a.pth", [1, 2], "holds a list, not a checkpoint"),
         ("a.pth", {"state_dict": 3}, "has no state dict of tensors"),
@@ -136,7 +159,9 @@ def test_weights_that_do_not_match_their_checksum(checkpoint, ewa_vit, tmp_path)
 def test_what_the_export_does_not_need_may_be_damaged(checkpoint, tmp_path):
     """An optimizer's state is not read at all."""
     content = torch.load(checkpoint, weights_only=False)
-    torch.save({**content, "optimizer": {"state": {0: {"exp_avg": torch.full((1000,), 0.7)}}}}, checkpoint)
+    torch.save(
+        {**content, "optimizer": {"state": {0: {"exp_avg": torch.full((1000,), 0.7)}}}}, checkpoint
+    )
     expected = timm_moe.export_dense(checkpoint, tmp_path / "before").path / "model.safetensors"
     flip(checkpoint, torch.full((1000,), 0.7))
     exported = timm_moe.export_dense(checkpoint, tmp_path / "after").path / "model.safetensors"
@@ -144,7 +169,9 @@ def test_what_the_export_does_not_need_may_be_damaged(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("tail", [b"PK\5\6", b"more", bytes(100)])
-def test_what_follows_a_checkpoint_does_not_switch_the_checksums_off(checkpoint, ewa_vit, tmp_path, tail):
+def test_what_follows_a_checkpoint_does_not_switch_the_checksums_off(
+    checkpoint, ewa_vit, tmp_path, tail
+):
     """torch.load knows an archive by its first bytes, Python's zipfile by its last."""
     flip(checkpoint, ewa_vit.head.weight.detach())
     checkpoint.write_bytes(checkpoint.read_bytes() + tail)
@@ -166,7 +193,9 @@ def test_weights_of_another_kind(checkpoint, ewa_vit, tmp_path, kind, dtype):
     source = tmp_path / "moe"
     if kind == "checkpoint":
         source = checkpoint
-        torch.save({**torch.load(checkpoint, weights_only=False), "state_dict": weights}, checkpoint)
+        torch.save(
+            {**torch.load(checkpoint, weights_only=False), "state_dict": weights}, checkpoint
+        )
     else:
         save_for_hf(ewa_vit, str(source), model_args=OPTIONS, safe_serialization=False)
         torch.save(weights, source / "pytorch_model.bin")
@@ -178,11 +207,19 @@ def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):
     torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
     for kwargs, message in [
         ({"num_experts": 8}, "has 4 experts in blocks.1.mlp.fc1.weight, the model has 8"),
-        ({"moe_layers": "1"}, "do not fit vit_tiny_ewa_moe: size mismatch for blocks.3.mlp.fc1.weight"),
-        ({"moe_layers": "1,2,3"}, "has experts, but none in blocks.2.mlp.fc1.weight, where the model has some"),
+        (
+            {"moe_layers": "1"},
+            "do not fit vit_tiny_ewa_moe: size mismatch for blocks.3.mlp.fc1.weight",
+        ),
+        (
+            {"moe_layers": "1,2,3"},
+            "has experts, but none in blocks.2.mlp.fc1.weight, where the model has some",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             timm_moe.export_dense(
-                tmp_path / "a.pth", tmp_path / "vit", spec=ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, **kwargs})
+                tmp_path / "a.pth",
+                tmp_path / "vit",
+                spec=ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, **kwargs}),
             )
     assert not (tmp_path / "vit").exists()

@@ -20,7 +20,10 @@ from timm_moe.export.export import export_moe
 from timm_moe_cli import main
 
 PRETRAINED = {"pretrained": True, "dataset": "hfds/uoft-cs/cifar100"}
-IN_DEFAULT_SUITE = [("vit_tiny_ewa_moe", "pretrained", "average"), ("vit_tiny_moe", "nothing", "sum")]
+IN_DEFAULT_SUITE = [
+    ("vit_tiny_ewa_moe", "pretrained", "average"),
+    ("vit_tiny_moe", "nothing", "sum"),
+]
 STATED = {
     "nothing": {},
     "pretrained": PRETRAINED,
@@ -38,17 +41,23 @@ def checkpoint(checkpoints):
     ("name", "stated", "method"),
     [
         pytest.param(*case, marks=() if case in IN_DEFAULT_SUITE else pytest.mark.ci)
-        for case in itertools.product(("vit_tiny_ewa_moe", "vit_tiny_moe"), STATED, ("average", "sum"))
+        for case in itertools.product(
+            ("vit_tiny_ewa_moe", "vit_tiny_moe"), STATED, ("average", "sum")
+        )
     ],
 )
-def test_a_pushed_export_has_the_card_of_its_checkpoint(checkpoints, tmp_path, name, stated, method):
+def test_a_pushed_export_has_the_card_of_its_checkpoint(
+    checkpoints, tmp_path, name, stated, method
+):
     content = torch.load(checkpoints[name], weights_only=False)
     vars(content["args"]).update(STATED[stated])
     torch.save(content, tmp_path / "last.pth.tar")
     summary = (checkpoints[name].parent / "summary.csv").read_bytes()
     (tmp_path / "summary.csv").write_bytes(summary)
     folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit", method).path
-    pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True, metrics={"top1": 5})
+    pushed = push_dense(
+        tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True, metrics={"top1": 5}
+    )
     assert push_folder(folder, "user/vit", dry_run=True, metrics={"top1": 5}).card == pushed.card
     pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True)
     assert push_dense(folder, "user/vit", dry_run=True).card == pushed.card
@@ -77,7 +86,9 @@ def test_no_path_and_nothing_that_is_not_known_is_in_the_card(checkpoint, tmp_pa
     card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
     assert "alice" not in card
     assert "it began from the weights of `start.pth.tar`" in card
-    stated = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True, metrics={"top1": 50.0}).card
+    stated = push_moe(
+        tmp_path / "last.pth.tar", "user/vit", dry_run=True, metrics={"top1": 50.0}
+    ).card
     assert "name: not stated" in stated
     assert "Stated by the publisher." in stated
 
@@ -95,9 +106,15 @@ def test_card_of_a_checkpoint(checkpoint):
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     assert f"| this model | {sum(p.numel() for p in dense.parameters()):,} |" in card
     expert = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, num_experts=3)
-    assert f"| in training, with experts | {sum(p.numel() for p in expert.parameters()):,} |" in card
+    assert (
+        f"| in training, with experts | {sum(p.numel() for p in expert.parameters()):,} |" in card
+    )
     assert "From `last.pth.tar`, which timm's train.py wrote after epoch 1 (from 0)." in card
-    for text in ("| opt | `adamw` |", "| model option num_experts | `3` |", "| kd_model_name | `teacher` |"):
+    for text in (
+        "| opt | `adamw` |",
+        "| model option num_experts | `3` |",
+        "| kd_model_name | `teacher` |",
+    ):
         assert text in card
     for text in ("mixup", "somebody", str(checkpoint.parent)):
         assert text not in card
@@ -113,7 +130,9 @@ def test_card_of_a_dense_model_made_of_routed_experts_claims_no_results(checkpoi
     assert "belongs to the expert model, not to this dense one" in card
     assert "51.25" not in card
     assert "Not stated: ask the publisher" in card
-    measured = push_dense(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True, metrics={"top1": 48.5}).card
+    measured = push_dense(
+        checkpoints["vit_tiny_moe"], "user/vit", dry_run=True, metrics={"top1": 48.5}
+    ).card
     assert "Stated by the publisher" in measured
     assert front_matter(measured)["model-index"][0]["results"][0]["metrics"][0]["value"] == 48.5
 
@@ -121,8 +140,13 @@ def test_card_of_a_dense_model_made_of_routed_experts_claims_no_results(checkpoi
 def test_results_of_another_function_are_left_out(checkpoints):
     measured = push_moe(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True).card
     assert front_matter(measured)["model-index"]
-    for stated in (dict(kwargs={"eval_capacity_factor": 0.5}), dict(preprocessing={"crop_pct": 0.5})):
-        card = push_moe(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True, spec=ModelSpec(**stated)).card
+    for stated in (
+        dict(kwargs={"eval_capacity_factor": 0.5}),
+        dict(preprocessing={"crop_pct": 0.5}),
+    ):
+        card = push_moe(
+            checkpoints["vit_tiny_moe"], "user/vit", dry_run=True, spec=ModelSpec(**stated)
+        ).card
         assert "model-index" not in front_matter(card)
 
 
@@ -138,7 +162,9 @@ def test_results_of_other_weights_are_left_out(checkpoint, tmp_path, change):
         del content["metric"]
     torch.save(content, tmp_path / "last.pth.tar")
     if change != "absent":
-        (tmp_path / "summary.csv").write_bytes(b"\x00\xff" + rows[::-1] if change == "damaged" else rows)
+        (tmp_path / "summary.csv").write_bytes(
+            b"\x00\xff" + rows[::-1] if change == "damaged" else rows
+        )
     assert "## Results" not in push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
 
 
@@ -149,13 +175,18 @@ def test_results_of_newer_train_py(checkpoints, tmp_path, task):
     content["args"].eval_metric, content["args"].task, content["args"].loss = None, task, "asl"
     torch.save(content, tmp_path / "last.pth.tar")
     column = {"classification": "top1", "multilabel": "map"}[task]
-    (tmp_path / "summary.csv").write_text(f"epoch,train_loss,eval_loss,eval_{column}\n0,4,3,33\n1,3,2,51.25\n")
+    (tmp_path / "summary.csv").write_text(
+        f"epoch,train_loss,eval_loss,eval_{column}\n0,4,3,33\n1,3,2,51.25\n"
+    )
     pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True)
     name = {"top1": "top-1 accuracy (%)", "map": "mean average precision (%)"}[column]
     assert f"| {name} | 51.25 |" in pushed.card
     assert ("`asl`" in pushed.card, f"`{task}`" in pushed.card) == (True, True)
     folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit").path
-    is_multilabel = json.loads((folder / "config.json").read_text()).get("problem_type") == "multi_label_classification"
+    is_multilabel = (
+        json.loads((folder / "config.json").read_text()).get("problem_type")
+        == "multi_label_classification"
+    )
     assert is_multilabel == (task == "multilabel")
 
 
@@ -176,7 +207,10 @@ def test_card_names_the_pretrained_weights_and_their_licence(checkpoint, tmp_pat
 def test_models_in_memory():
     model = timm.create_model("widenet_b", num_experts=2, **SMALL_VIT)
     told = {**OPTIONS, "num_experts": 2}  # timm records them by itself only in later versions
-    dense, moe = push_dense(model, "user/wide", dry_run=True), push_moe(model, "user/w", dry_run=True, model_args=told)
+    dense, moe = (
+        push_dense(model, "user/wide", dry_run=True),
+        push_moe(model, "user/w", dry_run=True, model_args=told),
+    )
     for pushed in (dense, moe):
         assert pushed.url is None
         assert "needs the package timm_moe" in pushed.card  # no stock model has shared blocks
@@ -188,7 +222,8 @@ def test_models_in_memory():
 
 # --- a stranger's words
 
-#: HTML, a link, an image, a heading, the end of the front matter, a code block, escapes of a terminal.
+#: HTML, a link, an image, a heading, the end of the front matter, a code block, escapes of a
+#: terminal.
 WORDS = [
     "<script>alert(1)</script>",
     "[free](https://evil.example)",
@@ -205,19 +240,27 @@ WORDS = [
 @pytest.mark.parametrize(
     ("start", "published"),
     [
-        ("https://alice:hf_Secret@example.org/private/start.pth?token=hf_Secret#Secret", "start.pth"),
+        (
+            "https://alice:hf_Secret@example.org/private/start.pth?token=hf_Secret#Secret",
+            "start.pth",
+        ),
         ("https://alice:hf_Secret@example.org", "example.org"),
         ("hf-hub:/home/alice/start", "start"),
         ("hf-hub:user/start@v1", "hf-hub:user/start@v1"),
         ("C:\\Users\\alice\\start.pth", "start.pth"),
     ],
 )
-def test_of_an_address_neither_its_user_nor_its_query_is_published(checkpoint, tmp_path, start, published):
+def test_of_an_address_neither_its_user_nor_its_query_is_published(
+    checkpoint, tmp_path, start, published
+):
     content = torch.load(checkpoint, weights_only=False)
     content["args"].pretrained_cfg_overlay = {"url": start}
     torch.save(content, tmp_path / "last.pth.tar")
     folder = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe")
-    for text in (push_folder(folder, "user/vit", dry_run=True).card, (folder / "config.json").read_text()):
+    for text in (
+        push_folder(folder, "user/vit", dry_run=True).card,
+        (folder / "config.json").read_text(),
+    ):
         assert not re.search("alice|Secret", text)
         assert published in text.replace("\\\\", "\\")
 
@@ -229,9 +272,13 @@ def harmless(text):
     assert all(line.isprintable() for line in text.splitlines())
     assert not re.search(r"[<>]|\]\(|://|evil", re.sub(r"`[^`\n]*`", "", prose)), prose
     assert [line for line in prose.splitlines() if line.startswith("#")] == [
-        line for line in prose.splitlines() if re.fullmatch(r"# vit|## (Use|Training|Results|Licence|Citation)", line)
+        line
+        for line in prose.splitlines()
+        if re.fullmatch(r"# vit|## (Use|Training|Results|Licence|Citation)", line)
     ]
-    assert "evil" not in re.sub(r"(?s)^.*?```", "", "\n".join(re.findall(r"```.*?```", body, flags=re.DOTALL)))
+    assert "evil" not in re.sub(
+        r"(?s)^.*?```", "", "\n".join(re.findall(r"```.*?```", body, flags=re.DOTALL))
+    )
     return True
 
 
@@ -257,16 +304,30 @@ def strange(exported, tmp_path):
 
 @pytest.mark.parametrize("word", WORDS)
 def test_words_of_a_config_are_text_in_the_card(strange, word):
-    experts = {"model": word, "layers": 1, "experts": 2, "shared": False, "averaged": True, "mean": True}
+    experts = {
+        "model": word,
+        "layers": 1,
+        "experts": 2,
+        "shared": False,
+        "averaged": True,
+        "mean": True,
+    }
 
     def change(config):
-        config["pretrained_cfg"].update(license=word, tag=word, origin_url=word, paper_name=word, notes=[word])
+        config["pretrained_cfg"].update(
+            license=word, tag=word, origin_url=word, paper_name=word, notes=[word]
+        )
         config.update(label_names=[word, *"bcde"], label_descriptions={word: word}, **{word: word})
-        config["timm_moe"].update(file=word, start=word, method=word, experts={**experts, "parameters": 1})
+        config["timm_moe"].update(
+            file=word, start=word, method=word, experts={**experts, "parameters": 1}
+        )
         config["timm_moe"]["options"].update(opt=word, model=word)
 
     folder = strange(change)
-    for pushed in (push_folder(folder, "user/vit", dry_run=True), push_dense(folder, "user/vit", dry_run=True)):
+    for pushed in (
+        push_folder(folder, "user/vit", dry_run=True),
+        push_dense(folder, "user/vit", dry_run=True),
+    ):
         assert harmless(pushed.card)
         metadata = front_matter(pushed.card)
         assert "evil" not in str(metadata)
@@ -291,8 +352,14 @@ def test_names_that_cannot_be_are_refused(strange, name):
 
 def test_a_licence_that_is_no_abbreviation(strange):
     """The Hub would refuse it in the card's front matter."""
-    for license, text in (("Apache 2.0", "`Apache 2.0`, as its"), (3, "`3`, as its"), ("gpl-3.0", "gpl-3.0, as its")):
-        folder = strange(lambda config, license=license: config["pretrained_cfg"].update(license=license))
+    for license, text in (
+        ("Apache 2.0", "`Apache 2.0`, as its"),
+        (3, "`3`, as its"),
+        ("gpl-3.0", "gpl-3.0, as its"),
+    ):
+        folder = strange(
+            lambda config, license=license: config["pretrained_cfg"].update(license=license)
+        )
         card = push_folder(folder, "user/vit", dry_run=True).card
         assert text in card
         assert front_matter(card).get("license") == ("gpl-3.0" if license == "gpl-3.0" else None)
@@ -301,7 +368,9 @@ def test_a_licence_that_is_no_abbreviation(strange):
 # --- bad input
 
 
-@pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe, push_dense, push_moe, push_folder])
+@pytest.mark.parametrize(
+    "function", [timm_moe.export_dense, export_moe, push_dense, push_moe, push_folder]
+)
 def test_an_option_that_does_not_exist(function, dense_vit):
     assert len(inspect.signature(function).parameters) <= 8
     with pytest.raises(TypeError, match="argument 'licence'"):
@@ -329,9 +398,18 @@ def test_bad_destinations(repo_id, options, message):
     [
         (["no/such/file", "user/vit", "--dry-run"], "is neither a file nor a folder"),
         (["{checkpoint}", "user", "--dry-run"], "named user/name"),
-        (["{checkpoint}", "user/vit", "--dry-run", "--license", "My Own"], "license must be an abbreviation"),
-        (["{checkpoint}", "user/vit", "--dry-run", "--metrics", "top1=high"], "top1 must be a finite number"),
-        (["{checkpoint}", "user/vit", "--dry-run", "--metrics", "top1=float('nan')"], "top1 must be a finite number"),
+        (
+            ["{checkpoint}", "user/vit", "--dry-run", "--license", "My Own"],
+            "license must be an abbreviation",
+        ),
+        (
+            ["{checkpoint}", "user/vit", "--dry-run", "--metrics", "top1=high"],
+            "top1 must be a finite number",
+        ),
+        (
+            ["{checkpoint}", "user/vit", "--dry-run", "--metrics", "top1=float('nan')"],
+            "top1 must be a finite number",
+        ),
         (["{checkpoint}", "user/vit", "--dry-run", "--model", "vit_tiny_moe"], "do not fit"),
         (["{folder}", "user/vit", "--dry-run"], "has no config.json"),
     ],
@@ -350,7 +428,10 @@ def test_what_is_no_expert_model(checkpoint, dense_vit, tmp_path):
         push_moe(folder, "user/vit", dry_run=True)
     with pytest.raises(ValueError, match="has no expert layers"):
         push_dense(dense_vit, "user/vit", method="svd", dry_run=True)
-    assert "Plain timm loads it" in push_dense(dense_vit, "user/vit", model_args=SMALL_VIT, dry_run=True).card
+    assert (
+        "Plain timm loads it"
+        in push_dense(dense_vit, "user/vit", model_args=SMALL_VIT, dry_run=True).card
+    )
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
         push_dense(folder, "user/vit", dry_run=True)
@@ -361,7 +442,15 @@ def test_the_command_takes_what_export_takes(checkpoint, tmp_path, capsys):
     torch.save({"state_dict": state}, tmp_path / "bare.pth")
     kwargs = [*SMALL_VIT_KWARGS, "num_experts=3"]
     for options in ([], ["--moe"]):
-        arguments = ["push", str(tmp_path / "bare.pth"), "user/vit", "--dry-run", "--dataset", "digits", *options]
+        arguments = [
+            "push",
+            str(tmp_path / "bare.pth"),
+            "user/vit",
+            "--dry-run",
+            "--dataset",
+            "digits",
+            *options,
+        ]
         model = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *kwargs]
         assert main([*arguments, "--metrics", "top1=12.5", *model]) == 0
         out = capsys.readouterr().out
@@ -376,7 +465,12 @@ def test_a_strangers_way_to_code_is_not_published(strange, monkeypatch):
     uploaded = {}
 
     def commit(api, files, settings):
-        uploaded.update({name: file if isinstance(file, bytes) else file.read_bytes() for name, file in files.items()})
+        uploaded.update(
+            {
+                name: file if isinstance(file, bytes) else file.read_bytes()
+                for name, file in files.items()
+            }
+        )
         return None, None
 
     monkeypatch.setattr("timm_moe.export.push._log_in", lambda settings: object())

@@ -26,7 +26,9 @@ def _names_in(folder):
 
 def test_names_of_classes_go_along(ewa_vit, tmp_path):
     told = {"ant": "an insect"}
-    export_module.export_moe(ewa_vit, tmp_path / "moe", OPTIONS, label_names=NAMES, label_descriptions=told)
+    export_module.export_moe(
+        ewa_vit, tmp_path / "moe", OPTIONS, label_names=NAMES, label_descriptions=told
+    )
     timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
     timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
     for name in ("moe", "vit", "again"):
@@ -45,11 +47,17 @@ def test_names_that_are_not_those_of_the_model(ewa_vit, tmp_path, caplog):
         ("ants!", None, "There are 1 names"),
         ([*NAMES[:4], 3], None, "The name of a class must be a text, got 3"),
         ([*NAMES[:4], ""], None, "The name of a class must be a text, got ''"),
-        (NAMES, {"cow": "a mammal"}, "label_descriptions must hold texts by names of classes, got 'cow'"),
+        (
+            NAMES,
+            {"cow": "a mammal"},
+            "label_descriptions must hold texts by names of classes, got 'cow'",
+        ),
         (None, {"ant": "an insect"}, "state those too"),
     ):
         with pytest.raises(ValueError, match=message):
-            timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=names, label_descriptions=descriptions)
+            timm_moe.export_dense(
+                ewa_vit, tmp_path / "vit", label_names=names, label_descriptions=descriptions
+            )
     assert not (tmp_path / "vit").exists()
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=NAMES)
     finetuned = timm.create_model(f"local-dir:{tmp_path / 'vit'}", num_classes=3)
@@ -59,7 +67,10 @@ def test_names_that_are_not_those_of_the_model(ewa_vit, tmp_path, caplog):
 
 
 def test_names_by_number(ewa_vit, tmp_path):
-    ewa_vit.pretrained_cfg = {**ewa_vit.pretrained_cfg, "label_names": {str(n): name for n, name in enumerate(NAMES)}}
+    ewa_vit.pretrained_cfg = {
+        **ewa_vit.pretrained_cfg,
+        "label_names": {str(n): name for n, name in enumerate(NAMES)},
+    }
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert _names_in(tmp_path / "vit")[0] == NAMES
 
@@ -68,7 +79,9 @@ def test_a_checkpoint_names_no_classes(ewa_vit, tmp_path):
     """Those of the folder that training began from may be others."""
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=NAMES)
     student = timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True)
-    file = save_as_train_py(tmp_path / "last.pth.tar", student, f"local-dir:{tmp_path / 'vit'}", model_kwargs={})
+    file = save_as_train_py(
+        tmp_path / "last.pth.tar", student, f"local-dir:{tmp_path / 'vit'}", model_kwargs={}
+    )
     spec = ModelSpec(f"local-dir:{tmp_path / 'vit'}")  # no file may lead there by itself
     timm_moe.export_dense(file, tmp_path / "student", spec=spec)
     assert _names_in(tmp_path / "student") == (None, None)
@@ -82,8 +95,12 @@ def test_names_from_the_training_images(checkpoint, tmp_path, capsys):
     (tmp_path / "classes.txt").write_text("c\nb\na\nx9\nx10\n")
     command = ["export", str(checkpoint), "--data-dir", str(tmp_path / "images")]
     assert main([*command, str(tmp_path / "vit")]) == 0
-    assert _names_in(tmp_path / "vit")[0] == ["a", "b", "c", "x9", "x10"]  # as train.py numbers them
-    assert main([*command, str(tmp_path / "mapped"), "--class-map", str(tmp_path / "classes.txt")]) == 0
+    # As train.py numbers them.
+    assert _names_in(tmp_path / "vit")[0] == ["a", "b", "c", "x9", "x10"]
+    assert (
+        main([*command, str(tmp_path / "mapped"), "--class-map", str(tmp_path / "classes.txt")])
+        == 0
+    )
     assert _names_in(tmp_path / "mapped")[0] == ["c", "b", "a", "x9", "x10"]
     assert main([*command, "--moe", str(tmp_path / "moe")]) == 0
     assert _names_in(tmp_path / "moe")[0] == ["a", "b", "c", "x9", "x10"]
@@ -95,7 +112,10 @@ def test_names_from_the_training_images(checkpoint, tmp_path, capsys):
         for moe in ([], ["--moe"]):
             assert main([*command, str(tmp_path / "wrong"), *options, *moe]) == 1
             assert message in capsys.readouterr().err
-    assert main(["export", str(checkpoint), str(tmp_path / "wrong"), "--class-map", "classes.txt"]) == 1
+    assert (
+        main(["export", str(checkpoint), str(tmp_path / "wrong"), "--class-map", "classes.txt"])
+        == 1
+    )
     assert "--class-map numbers the folders of --data-dir" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists()
 
@@ -129,12 +149,24 @@ def test_a_damaged_history(ewa_vit, tmp_path):
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     weights = json.loads((tmp_path / "vit/config.json").read_text())["timm_moe"]["weights"]
     for entry in (
-        3, {"nonsense": 1}, {"file": 3}, {"options": {"a": []}}, {"epoch": "1"}, {"metrics": {"top1": "high"}},
-        {"metrics": {"top1": float("nan")}}, {"metrics": {"[x](http://)": 1.0}}, {"base": "a\n---"}, {"experts": {}},
-    ):  # fmt: skip
+        3,
+        {"nonsense": 1},
+        {"file": 3},
+        {"options": {"a": []}},
+        {"epoch": "1"},
+        {"metrics": {"top1": "high"}},
+        {"metrics": {"top1": float("nan")}},
+        {"metrics": {"[x](http://)": 1.0}},
+        {"base": "a\n---"},
+        {"experts": {}},
+    ):
         record = {**entry, "weights": weights} if isinstance(entry, dict) else entry
         edit(tmp_path / "vit", lambda config, record=record: config.update(timm_moe=record))
-        refused = "it holds NaN" if "NaN" in json.dumps(entry) else r"The entry timm_moe in .*config.json is damaged"
+        refused = (
+            "it holds NaN"
+            if "NaN" in json.dumps(entry)
+            else r"The entry timm_moe in .*config.json is damaged"
+        )
         with pytest.raises(ValueError, match=refused):
             timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
         with pytest.raises(ValueError, match=refused):
@@ -154,5 +186,7 @@ def test_a_history_is_that_of_its_weights_alone(ewa_vit, tmp_path):
     said = ("adamw", "last.pth.tar", "vit_tiny_ewa_moe")
     assert [word in card_of(tmp_path / "again") for word in said] == [True, True, True]
     weights = load_file(tmp_path / "vit/model.safetensors")
-    save_file({**weights, "head.bias": weights["head.bias"] + 1}, tmp_path / "vit/model.safetensors")
+    save_file(
+        {**weights, "head.bias": weights["head.bias"] + 1}, tmp_path / "vit/model.safetensors"
+    )
     assert [word in card_of(tmp_path / "vit") for word in said] == [False, False, False]

@@ -45,14 +45,21 @@ def test_live_model(ewa_vit, images, tmp_path):
     assert ewa_vit.training
     assert ewa_vit.blocks[1].mlp.training
     assert not ewa_vit.blocks[0].training
-    assert sorted(path.name for path in export.path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in export.path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     assert export.architecture == "vit_tiny_patch16_224"
     assert export.largest_difference == 0
-    assert export.parameters == sum(tensor.numel() for tensor in load_file(export.path / "model.safetensors").values())
+    assert export.parameters == sum(
+        tensor.numel() for tensor in load_file(export.path / "model.safetensors").values()
+    )
     assert torch.equal(stock_outputs(export.path, images, tmp_path), ewa_vit.eval()(images))
     assert sorted(os.listdir(tmp_path)) == ["in.npy", "out.npy", "vit"]
     assert (tmp_path / "vit").stat().st_mode & 0o777 == 0o777 & ~_umask()
-    assert all(file.stat().st_mode & 0o777 == 0o666 & ~_umask() for file in (tmp_path / "vit").iterdir())
+    assert all(
+        file.stat().st_mode & 0o777 == 0o666 & ~_umask() for file in (tmp_path / "vit").iterdir()
+    )
 
 
 def _umask():
@@ -115,7 +122,9 @@ def test_wrapped_and_compiled_models(ewa_vit, tmp_path):
 
 
 def test_low_precision_and_other_inputs(tmp_path):
-    model = timm.create_model("vit_tiny_ewa_moe", **{**SMALL_VIT, "in_chans": 1, "img_size": 40, "global_pool": "avg"})
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", **{**SMALL_VIT, "in_chans": 1, "img_size": 40, "global_pool": "avg"}
+    )
     timm_moe.export_dense(model.bfloat16(), tmp_path / "vit")
     config = json.loads((tmp_path / "vit/config.json").read_text())
     assert config["pretrained_cfg"]["input_size"] == [1, 40, 40]
@@ -127,7 +136,9 @@ def test_a_model_changed_after_its_creation(ewa_vit, tmp_path):
     ewa_vit.set_input_size(48)
     stated = {}
     if not records_arguments():  # nor does timm then record a change
-        with pytest.raises(ValueError, match="does not load pos_embed as it was saved; state what was changed"):
+        with pytest.raises(
+            ValueError, match="does not load pos_embed as it was saved; state what was changed"
+        ):
             timm_moe.export_dense(ewa_vit, tmp_path / "vit")
         stated = {"img_size": 48}
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", model_args=stated)
@@ -153,7 +164,9 @@ def test_small_outputs_are_compared_in_their_own_size(ewa_vit, tmp_path, monkeyp
     outputs = outputs_module.outputs
     off = {True: 1.0, False: 1.01}
     monkeypatch.setattr(
-        outputs_module, "outputs", lambda model, images: outputs(model, images) * off[bool(timm_moe.moe_layers(model))]
+        outputs_module,
+        "outputs",
+        lambda model, images: outputs(model, images) * off[bool(timm_moe.moe_layers(model))],
     )
     with pytest.raises(ValueError, match="outputs differ from the source's"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
@@ -189,7 +202,9 @@ def test_no_export_writes_onto_what_it_reads(ewa_vit, tmp_path, function):
     (tmp_path / "link").symlink_to(folder)
     for source in (folder, f"local-dir:{folder}", tmp_path / "link", folder / "model.safetensors"):
         with pytest.raises(ValueError, match="which is read"):
-            function(source, folder, overwrite=True, spec=SPEC if "safetensors" in str(source) else None)
+            function(
+                source, folder, overwrite=True, spec=SPEC if "safetensors" in str(source) else None
+            )
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
@@ -235,25 +250,36 @@ def test_a_new_model_never_stands_beside_another_ones_config(ewa_vit, tmp_path, 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite(ewa_vit, tmp_path, bad):
     ewa_vit.blocks[1].mlp.fc1.weight.data[2, 0, 0] = bad
-    with pytest.raises(ValueError, match=r"blocks.1.mlp.fc1.weight holds NaN or Inf; pass --allow-nonfinite"):
+    with pytest.raises(
+        ValueError, match=r"blocks.1.mlp.fc1.weight holds NaN or Inf; pass --allow-nonfinite"
+    ):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert not (tmp_path / "vit").exists()
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", allow_nonfinite=True)
-    assert not load_file(tmp_path / "vit/model.safetensors")["blocks.1.mlp.fc1.weight"].isfinite().all()
+    assert (
+        not load_file(tmp_path / "vit/model.safetensors")["blocks.1.mlp.fc1.weight"]
+        .isfinite()
+        .all()
+    )
 
 
 @pytest.mark.parametrize("write", [timm_moe.export_dense, export_module.export_moe])
 def test_outputs_that_are_not_finite(ewa_vit, tmp_path, write):
-    torch.nn.init.constant_(ewa_vit.blocks[0].mlp.fc2.bias, 3e38)  # a number, which the next addition exceeds
+    # A number, which the next addition exceeds.
+    torch.nn.init.constant_(ewa_vit.blocks[0].mlp.fc2.bias, 3e38)
     torch.nn.init.constant_(ewa_vit.blocks[2].mlp.fc2.bias, 3e38)
-    with pytest.raises(ValueError, match="weights are finite, but its outputs on random images hold NaN or Inf"):
+    with pytest.raises(
+        ValueError, match="weights are finite, but its outputs on random images hold NaN or Inf"
+    ):
         write(ewa_vit, tmp_path / "vit")
     assert not (tmp_path / "vit").exists()
     write(ewa_vit, tmp_path / "vit", allow_nonfinite=True)
 
 
 def test_no_nan_in_config_json(ewa_vit, tmp_path):
-    with pytest.raises(ValueError, match=r"An argument of the model cannot be written to config.json: .*JSON"):
+    with pytest.raises(
+        ValueError, match=r"An argument of the model cannot be written to config.json: .*JSON"
+    ):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit", model_args={"init_values": float("nan")})
     assert not (tmp_path / "vit").exists()
 
@@ -268,7 +294,12 @@ def test_no_nan_in_config_json(ewa_vit, tmp_path):
             "is neither a file nor a folder; a repository on the Hub is written hf-hub:",
         ),
         (None, "hf-hub:user/name", ValueError, "the output must be a local folder"),
-        (None, "file/name", NotADirectoryError, "file is a file, so file/name cannot be made in it"),
+        (
+            None,
+            "file/name",
+            NotADirectoryError,
+            "file is a file, so file/name cannot be made in it",
+        ),
         (None, "file", FileExistsError, "is a file; the output must be a folder"),
         ("folder", "vit", FileNotFoundError, "has no config.json"),
     ],
@@ -293,13 +324,16 @@ def test_a_dense_model_is_written_as_it_is(dense_vit, images, tmp_path):
 
 def test_arguments_that_stock_timm_would_need_are_asked_for(ewa_vit, tmp_path):
     ewa_vit.dense_args = {"num_classes": 5}
-    with pytest.raises(ValueError, match=r"Stock timm cannot load the exported weights.*model_args"):
+    with pytest.raises(
+        ValueError, match=r"Stock timm cannot load the exported weights.*model_args"
+    ):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert os.listdir(tmp_path) == []
 
 
 def test_outputs_that_differ_stop_the_export(ewa_vit, tmp_path):
-    ewa_vit.head.register_forward_hook(lambda module, args, output: output + 1)  # not in the weights
+    # Not in the weights.
+    ewa_vit.head.register_forward_hook(lambda module, args, output: output + 1)
     with pytest.raises(ValueError, match=r"outputs differ from the source's by 1"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert os.listdir(tmp_path) == []

@@ -22,7 +22,10 @@ from timm_moe_cli import main
         ("vimoe_s14_shared", {"shared_init": "zero_out"}),
         ("widenet_b", {"routing_groups": 2, "num_experts": 3}),
         ("vmoe_pbe_s32", {"num_experts": 4, "ensemble": "tiling"}),
-        ("vmoe_b32", {"num_experts": 2, "moe_layers": "1", "pre_logits": True, "capacity_factor": "none"}),
+        (
+            "vmoe_b32",
+            {"num_experts": 2, "moe_layers": "1", "pre_logits": True, "capacity_factor": "none"},
+        ),
     ],
 )
 def test_every_kind_comes_back(name, options, tmp_path):
@@ -66,8 +69,34 @@ def test_the_expert_model_itself(tmp_path, images, capsys):
 
 
 def test_options_that_have_no_place(dense_vit, tmp_path, capsys):
-    torch.save({"state_dict": {}, "args": argparse.Namespace(model="local-dir:gone")}, tmp_path / "a.pth.tar")
-    assert main(["export", str(tmp_path / "a.pth.tar"), str(tmp_path / "vit"), "--model", "local-dir:gone"]) == 1
+    torch.save(
+        {"state_dict": {}, "args": argparse.Namespace(model="local-dir:gone")},
+        tmp_path / "a.pth.tar",
+    )
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "a.pth.tar"),
+                str(tmp_path / "vit"),
+                "--model",
+                "local-dir:gone",
+            ]
+        )
+        == 1
+    )
     assert "There is no folder gone." in capsys.readouterr().err
-    assert main(["export", "--moe", str(tmp_path / "a.pth.tar"), str(tmp_path / "vit"), "--method", "svd"]) == 1
+    assert (
+        main(
+            [
+                "export",
+                "--moe",
+                str(tmp_path / "a.pth.tar"),
+                str(tmp_path / "vit"),
+                "--method",
+                "svd",
+            ]
+        )
+        == 1
+    )
     assert "so --method and --svd-ratio have no place beside it" in capsys.readouterr().err

@@ -26,14 +26,23 @@ pytestmark = [pytest.mark.ci]
 SIZE = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)
 VIT = {**SIZE, "intermediate_size": 32, "id2label": {0: "apple", 1: "bear", 2: "bee"}}
 DECODER = dict(
-    decoder_num_attention_heads=2, decoder_hidden_size=16, decoder_num_hidden_layers=1, decoder_intermediate_size=32
+    decoder_num_attention_heads=2,
+    decoder_hidden_size=16,
+    decoder_num_hidden_layers=1,
+    decoder_intermediate_size=32,
 )
-SWIN = dict(image_size=(32, 32), patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4)
+SWIN = dict(
+    image_size=(32, 32), patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4
+)
 #: Class, its config, and what that states.
 MODELS = {
     "vit": ("ViTForImageClassification", "ViTConfig", VIT),
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {**SIZE, "mlp_ratio": 2}),
-    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", {**SIZE, "intermediate_size": 32, "num_channels": 1}),
+    "siglip": (
+        "SiglipVisionModel",
+        "SiglipVisionConfig",
+        {**SIZE, "intermediate_size": 32, "num_channels": 1},
+    ),
     "mae": ("ViTMAEForPreTraining", "ViTMAEConfig", {**VIT, **DECODER}),
     "swin": ("Swinv2ForImageClassification", "Swinv2Config", SWIN),
 }
@@ -96,14 +105,20 @@ def test_from_pretrained_gives_the_model_back_without_this_package(transformers,
         model = with_experts(of_transformers(transformers, kind))
         config = model.config.to_dict()
         export = export_dense(model, tmp_path / kind)
-        assert (export.exact, export.library, export.architecture) == (True, "transformers", type(model).__name__)
+        assert (export.exact, export.library, export.architecture) == (
+            True,
+            "transformers",
+            type(model).__name__,
+        )
         assert export.largest_difference < 1e-6
         assert export.parameters == timm_moe.to_dense(model).num_parameters()
         assert sorted(os.listdir(export.path)) == ["config.json", "model.safetensors"]
         assert model.config.to_dict() == config
         assert timm_moe.moe_layers(model)  # the caller's is as it was
         size = model.config.image_size
-        images = torch.randn(2, model.config.num_channels, *((size, size) if isinstance(size, int) else size))
+        images = torch.randn(
+            2, model.config.num_channels, *((size, size) if isinstance(size, int) else size)
+        )
         torch.save(images, tmp_path / f"{kind}.images.pt")
         torch.manual_seed(0)
         expected[kind] = model(images).to_tuple()
@@ -111,7 +126,9 @@ def test_from_pretrained_gives_the_model_back_without_this_package(transformers,
     done = run_code(OPEN, str(tmp_path), json.dumps(classes), autoload="0")
     assert done.returncode == 0, done.stderr
     for kind, tensors in expected.items():
-        torch.testing.assert_close(torch.load(tmp_path / f"{kind}.pt"), list(tensors), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.load(tmp_path / f"{kind}.pt"), list(tensors), rtol=1e-5, atol=1e-6
+        )
     config = json.loads((tmp_path / "vit/config.json").read_text())
     assert config["architectures"] == ["ViTForImageClassification"]
     assert config["id2label"] == {"0": "apple", "1": "bear", "2": "bee"}
@@ -127,21 +144,34 @@ def test_a_pipeline_takes_the_folder_and_an_image_processor(transformers, tmp_pa
         transformers.AutoImageProcessor.from_pretrained(tmp_path / "vit")
     processor = transformers.ViTImageProcessor(size={"height": 16, "width": 16})
     picture = Image.new("RGB", (20, 20), "red")
-    best = model.config.id2label[model(**processor(picture, return_tensors="pt")).logits.argmax().item()]
-    pipe = transformers.pipeline("image-classification", model=str(tmp_path / "vit"), image_processor=processor)
+    best = model.config.id2label[
+        model(**processor(picture, return_tensors="pt")).logits.argmax().item()
+    ]
+    pipe = transformers.pipeline(
+        "image-classification", model=str(tmp_path / "vit"), image_processor=processor
+    )
     assert pipe(picture)[0]["label"] == best
     processor.save_pretrained(tmp_path / "vit")
-    assert transformers.pipeline("image-classification", model=str(tmp_path / "vit"))(picture)[0]["label"] == best
+    assert (
+        transformers.pipeline("image-classification", model=str(tmp_path / "vit"))(picture)[0][
+            "label"
+        ]
+        == best
+    )
 
 
 def test_options_of_a_model_of_transformers(transformers, tmp_path):
     model = with_experts(of_transformers(transformers, "vit"), router="top_k").bfloat16()
-    export = export_dense(model, tmp_path / "vit", "svd", svd_ratio=0.5, label_names=["x", "y", "z"], license="mit")
+    export = export_dense(
+        model, tmp_path / "vit", "svd", svd_ratio=0.5, label_names=["x", "y", "z"], license="mit"
+    )
     assert not export.exact
     loaded = type(model).from_pretrained(tmp_path / "vit")
     assert loaded.config.id2label == {0: "x", 1: "y", 2: "z"}
     assert model.config.id2label[0] == "apple"
-    assert load_file(tmp_path / "vit/model.safetensors")["classifier.weight"].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "vit/model.safetensors")["classifier.weight"].dtype == torch.bfloat16
+    )
     assert loaded.config.timm_moe["method"] == "svd"
     assert loaded.config.license == "mit"
     export_dense(loaded, tmp_path / "vit", overwrite=True)  # perhaps trained further
@@ -160,9 +190,13 @@ def test_a_dense_model_of_transformers_is_written_as_it_is(transformers, tmp_pat
 def test_a_model_that_does_not_say_which_images_it_takes(transformers, tmp_path):
     config = transformers.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8)
     model = transformers.ResNetForImageClassification(config)
-    with pytest.raises(ValueError, match="does not say which images the model takes: pass example_inputs"):
+    with pytest.raises(
+        ValueError, match="does not say which images the model takes: pass example_inputs"
+    ):
         export_dense(model, tmp_path / "resnet")
-    with pytest.raises(ValueError, match=r"does not run on inputs of shape \(2, 5\); pass example_inputs that it"):
+    with pytest.raises(
+        ValueError, match=r"does not run on inputs of shape \(2, 5\); pass example_inputs that it"
+    ):
         export_dense(model, tmp_path / "resnet", example_inputs=torch.randn(2, 5))
     with pytest.raises(ValueError, match="example_inputs hold no tensor"):
         export_dense(model, tmp_path / "resnet", example_inputs={"pixel_values": None})
@@ -173,13 +207,15 @@ def test_a_model_that_does_not_say_which_images_it_takes(transformers, tmp_path)
 
 def test_what_is_not_given_back_stops_the_export(transformers, tmp_path):
     model = with_experts(of_transformers(transformers, "vit"))
-    model.classifier.register_forward_hook(lambda module, args, output: output + 1)  # not in the weights
+    # Not in the weights.
+    model.classifier.register_forward_hook(lambda module, args, output: output + 1)
     with pytest.raises(ValueError, match="outputs differ from the source's by 1"):
         export_dense(model, tmp_path / "vit")
     model = of_transformers(transformers, "vit").bfloat16()
     nn.init.normal_(model.classifier.float().weight)
     with pytest.raises(
-        ValueError, match=r"does not load classifier.weight \(torch.float32\) as it was saved; .*float\(\)"
+        ValueError,
+        match=r"does not load classifier.weight \(torch.float32\) as it was saved; .*float\(\)",
     ):
         export_dense(model, tmp_path / "vit")
     model = of_transformers(transformers, "vit")
@@ -196,9 +232,13 @@ def test_what_is_not_given_back_stops_the_export(transformers, tmp_path):
 
 def test_adapters_have_to_be_merged(transformers, tmp_path):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(of_transformers(transformers, "vit"), peft.LoraConfig(target_modules=["q_proj"]))
+    model = peft.get_peft_model(
+        of_transformers(transformers, "vit"), peft.LoraConfig(target_modules=["q_proj"])
+    )
     for adapted in (model, model.get_base_model()):
-        with pytest.raises(ValueError, match=r"has adapters of PEFT: export what its merge_and_unload\(\) returns"):
+        with pytest.raises(
+            ValueError, match=r"has adapters of PEFT: export what its merge_and_unload\(\) returns"
+        ):
             export_dense(adapted, tmp_path / "vit")
     assert export_dense(model.merge_and_unload(), tmp_path / "vit").largest_difference == 0
 
@@ -216,7 +256,10 @@ def test_a_wrapper_of_a_timm_model(transformers, tmp_path, images):
     loaded = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
     torch.testing.assert_close(loaded(images), wrapper(images).logits, rtol=1e-5, atol=1e-6)
     assert loaded.pretrained_cfg["label_names"] == names
-    assert (loaded.pretrained_cfg["mean"], loaded.pretrained_cfg["crop_pct"]) == ([0.1, 0.2, 0.3], 0.5)
+    assert (loaded.pretrained_cfg["mean"], loaded.pretrained_cfg["crop_pct"]) == (
+        [0.1, 0.2, 0.3],
+        0.5,
+    )
     again = transformers.AutoModelForImageClassification.from_pretrained(export.path).eval()
     torch.testing.assert_close(again(images).logits, wrapper(images).logits, rtol=1e-5, atol=1e-6)
     assert list(again.config.id2label.values()) == names
@@ -247,7 +290,8 @@ def test_a_model_of_torchvision(tmp_path, caplog):
     assert sorted(os.listdir(export.path)) == ["config.json", "model.safetensors"]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     model.heads.register_forward_hook(lambda module, args, output: output + torch.randn(()))
-    assert export_dense(model, tmp_path / "again").largest_difference == 0  # the seed is set before each forward
+    # The seed is set before each forward.
+    assert export_dense(model, tmp_path / "again").largest_difference == 0
 
 
 def test_neither_timm_nor_transformers_takes_a_state_dict_for_theirs(transformers, tmp_path):
@@ -257,7 +301,9 @@ def test_neither_timm_nor_transformers_takes_a_state_dict_for_theirs(transformer
     export_dense(model, tmp_path / "vit", example_inputs=torch.randn(1, 3, 32, 32))
     with pytest.raises(RuntimeError, match=r"Unknown model \(class resnet18\.ResNet\)"):
         timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True)
-    with pytest.raises(ValueError, match="model type `state_dict` but Transformers does not recognize"):
+    with pytest.raises(
+        ValueError, match="model type `state_dict` but Transformers does not recognize"
+    ):
         transformers.AutoModel.from_pretrained(tmp_path / "vit")
     with pytest.raises(ValueError, match="cannot be created from its config"):
         export_dense(tmp_path / "vit", tmp_path / "other")
@@ -277,14 +323,21 @@ def test_outputs_are_not_compared_without_inputs(tmp_path, caplog):
     export = export_dense(plain(), tmp_path / "plain")
     assert export.largest_difference is None
     assert "so its outputs are not compared: pass example_inputs" in caplog.text
-    assert export_dense(plain(), tmp_path / "other", example_inputs=(torch.randn(1, 3, 4, 4),)).largest_difference == 0
+    assert (
+        export_dense(
+            plain(), tmp_path / "other", example_inputs=(torch.randn(1, 3, 4, 4),)
+        ).largest_difference
+        == 0
+    )
 
 
 def test_outputs_of_another_kind_stop_the_export(tmp_path):
     model = plain()
     sizes = iter([2, 3])
     model.register_forward_hook(lambda module, args, output: output[:, :1].expand(-1, next(sizes)))
-    with pytest.raises(ValueError, match="outputs are not as many as the source's, or of other shapes"):
+    with pytest.raises(
+        ValueError, match="outputs are not as many as the source's, or of other shapes"
+    ):
         export_dense(model, tmp_path / "plain", example_inputs=torch.randn(2, 3, 4, 4))
     assert os.listdir(tmp_path) == []
 
@@ -301,7 +354,9 @@ def test_outputs_of_another_kind_stop_the_export(tmp_path):
 )
 def test_options_without_meaning_are_refused(tmp_path, options):
     (name,) = options
-    with pytest.raises(ValueError, match=f"^{name} has no meaning for this Sequential, which timm did not make.$"):
+    with pytest.raises(
+        ValueError, match=f"^{name} has no meaning for this Sequential, which timm did not make.$"
+    ):
         export_dense(plain(), tmp_path / "plain", **options)
     assert os.listdir(tmp_path) == []
 
@@ -312,12 +367,18 @@ def test_a_folder_is_replaced_when_asked(transformers, tmp_path):
     with pytest.raises(FileExistsError, match="is not empty; pass --overwrite"):
         export_dense(model, tmp_path / "model")
     export_dense(model, tmp_path / "model", overwrite=True)
-    assert type(model).from_pretrained(tmp_path / "model").num_parameters() == model.num_parameters()
+    assert (
+        type(model).from_pretrained(tmp_path / "model").num_parameters() == model.num_parameters()
+    )
 
 
 def test_experts_themselves_are_a_state_dict(transformers, tmp_path):
     for model in (with_experts(of_transformers(transformers, "vit")), plain()):
-        refused = "has no expert layers" if isinstance(model, nn.Sequential) else r"save its state_dict\(\), and load"
+        refused = (
+            "has no expert layers"
+            if isinstance(model, nn.Sequential)
+            else r"save its state_dict\(\), and load"
+        )
         with pytest.raises(ValueError, match=refused):
             export_moe(model, tmp_path / "model")
         with pytest.raises(ValueError, match=refused):
@@ -340,7 +401,9 @@ assert "transformers" not in sys.modules
 
 def test_the_card_of_a_model_of_transformers(transformers):
     model = with_experts(of_transformers(transformers, "vit"))
-    pushed = push_dense(model, "user/my-vit", dry_run=True, revision="v1", license="mit", metrics={"top1": 50})
+    pushed = push_dense(
+        model, "user/my-vit", dry_run=True, revision="v1", license="mit", metrics={"top1": 50}
+    )
     assert set(pushed.files) == {"README.md", "config.json", "model.safetensors"}
     told = front_matter(pushed.card)
     assert (told["library_name"], told["license"]) == ("transformers", "mit")
@@ -348,7 +411,10 @@ def test_the_card_of_a_model_of_transformers(transformers):
     assert told["tags"] == ["image-classification", "timm_moe"]
     assert "for images of 16x16 pixels and 3 classes" in pushed.card
     assert "4 experts in one layer, of which one network was made (`average`)" in pushed.card
-    assert 'ViTForImageClassification.from_pretrained("user/my-vit", revision="v1").eval()' in pushed.card
+    assert (
+        'ViTForImageClassification.from_pretrained("user/my-vit", revision="v1").eval()'
+        in pushed.card
+    )
     assert "Huang, Yongqi" in pushed.card
     assert "From `" not in pushed.card  # no name of a temporary folder
     own = type("MyViT", (type(model),), {"__module__": "my_models"})(model.config)
@@ -362,7 +428,10 @@ def test_the_card_of_a_state_dict():
     assert told["library_name"] == "pytorch"
     assert told["tags"] == ["torchvision", "timm_moe"]
     assert "pipeline_tag" not in told
-    assert "The state dict of a `torchvision.models.vision_transformer.VisionTransformer`." in pushed.card
+    assert (
+        "The state dict of a `torchvision.models.vision_transformer.VisionTransformer`."
+        in pushed.card
+    )
     assert 'file = hf_hub_download("user/my-vit", "model.safetensors")' in pushed.card
     assert "timm.create_model" not in pushed.card
 
@@ -385,7 +454,11 @@ def test_every_file_that_save_pretrained_writes_is_pushed_and_published(transfor
 def test_inputs_of_the_caller_go_first(transformers, tmp_path, monkeypatch):
     seen = []
     outputs = outputs_module.outputs
-    monkeypatch.setattr(outputs_module, "outputs", lambda model, inputs: seen.append(inputs) or outputs(model, inputs))
+    monkeypatch.setattr(
+        outputs_module,
+        "outputs",
+        lambda model, inputs: seen.append(inputs) or outputs(model, inputs),
+    )
     images = torch.randn(1, 3, 16, 16)
     export_dense(of_transformers(transformers, "vit"), tmp_path / "vit", example_inputs=images)
     assert [torch.equal(inputs, images) for inputs in seen] == [True, True]

@@ -15,7 +15,11 @@ import timm
 import torch
 from common import SMALL_VIT
 from hub_client import READ_TOKEN, TOKEN, client_environment, front_matter, output_of
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -83,7 +87,12 @@ def assert_plain(server, checkpoint, folder, weights_by_name):
     for result, weights in zip(loaded, weights_by_name.values(), strict=True):
         expert.load_state_dict(state[weights])
         assert result["class"] == "VisionTransformer"
-        assert result["files"] == [".gitattributes", "README.md", "config.json", "model.safetensors"]
+        assert result["files"] == [
+            ".gitattributes",
+            "README.md",
+            "config.json",
+            "model.safetensors",
+        ]
         assert_same(result, timm_moe.to_dense(expert))
 
 
@@ -106,10 +115,16 @@ def test_branches_pull_requests_and_ema_weights(hub, server, checkpoint, tmp_pat
     weights = {"hf-hub:user/vit": "state_dict", "hf-hub:user/ema": "state_dict_ema"}
     weights |= {"hf-hub:user/vit@ema": "state_dict_ema", "hf-hub:user/ema@refs/pr/1": "state_dict"}
     assert_plain(server, checkpoint, tmp_path, weights)
-    assert server.messages("user/vit") == server.messages("user/ema") == ["Add model", "initial commit"]
-    assert server.messages("user/vit", "ema") == ["Add model", "Add model", "initial commit"]  # it began at main
+    assert (
+        server.messages("user/vit")
+        == server.messages("user/ema")
+        == ["Add model", "initial commit"]
+    )
+    # It began at main.
+    assert server.messages("user/vit", "ema") == ["Add model", "Add model", "initial commit"]
     assert [server.repositories[name].private for name in ("user/vit", "user/ema")] == [False, True]
-    assert sum(method == "PUT" for method, _, _ in server.requests) == 2  # the same weights are stored once
+    # The same weights are stored once.
+    assert sum(method == "PUT" for method, _, _ in server.requests) == 2
 
 
 @pytest.mark.ci
@@ -135,7 +150,9 @@ def test_a_repository_is_exported(hub, checkpoint, tmp_path):
     status, _, err = hub.run("export", "hf-hub:user/vit", tmp_path / "from_hub")
     assert status == 0, err
     timm_moe.export_dense(checkpoint, tmp_path / "from_file")
-    exported = [load_file(tmp_path / name / "model.safetensors") for name in ("from_hub", "from_file")]
+    exported = [
+        load_file(tmp_path / name / "model.safetensors") for name in ("from_hub", "from_file")
+    ]
     assert exported[0].keys() == exported[1].keys()
     assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
 
@@ -164,7 +181,8 @@ def test_a_folder_of_experts_is_uploaded_as_it_is_too(hub, server, checkpoints, 
                 assert pushed[file] == (folder / file).read_bytes()
         assert server.messages(f"user/{name}") == ["Add model", "initial commit"]
         assert "no stock" not in hub.push(f"local-dir:{folder}", f"user/{name}", "--dry-run")
-        hub.push(folder, f"user/{name}", "--method", "average", "--revision", "dense")  # asked for by name
+        # Asked for by name.
+        hub.push(folder, f"user/{name}", "--method", "average", "--revision", "dense")
         pushed = server.files(f"user/{name}", "dense")
         assert json.loads(pushed["config.json"])["architecture"] == "vit_tiny_patch16_224"
         assert pushed["README.md"] != b"Mine."  # which was of the experts
@@ -193,7 +211,10 @@ def test_the_licence_of_the_card_is_that_of_config_json(hub, server, checkpoint,
     assert front_matter(card)["license"] == "cc-by-nc-4.0"
     assert "cc-by-nc-4.0, as its config.json states." in card
     timm_moe.export_dense(folder, tmp_path / "again")
-    assert json.loads((tmp_path / "again/config.json").read_text())["pretrained_cfg"]["license"] == "cc-by-nc-4.0"
+    assert (
+        json.loads((tmp_path / "again/config.json").read_text())["pretrained_cfg"]["license"]
+        == "cc-by-nc-4.0"
+    )
 
 
 def test_a_folder_that_transformers_could_not_open_is_mended(checkpoint, hub, server, tmp_path):
@@ -214,7 +235,9 @@ def test_a_history_of_other_weights_stays_here(checkpoint, hub, server, tmp_path
     save_file({**weights, "head.bias": weights["head.bias"] + 1}, folder / "model.safetensors")
     hub.push(folder, "user/vit")
     config = json.loads((folder / "config.json").read_text())
-    assert json.loads(server.files("user/vit")["config.json"]) == {k: v for k, v in config.items() if k != "timm_moe"}
+    assert json.loads(server.files("user/vit")["config.json"]) == {
+        k: v for k, v in config.items() if k != "timm_moe"
+    }
 
 
 def test_names_of_classes_are_published(checkpoint, hub, server, tmp_path):
@@ -236,7 +259,10 @@ def test_nothing_new_is_no_commit(hub, server, checkpoint):
     hub.push(checkpoint, "user/vit", "--revision", "other", "--license", "mit")
     for options in ([], ["--create-pr"], ["--revision", "other", "--license", "mit"]):
         out = hub.push(checkpoint, "user/vit", *options)
-        assert f"Nothing changed: {server.url}/user/vit has these very files already, so nothing was uploaded." in out
+        assert (
+            f"Nothing changed: {server.url}/user/vit has these very files already, so nothing was "
+            "uploaded." in out
+        )
         assert not re.search("commit/|discussions|in one commit", out)
     assert server.repositories["user/vit"].revisions.keys() == {"main", "other"}
     assert server.messages("user/vit") == ["Add model", "initial commit"]
@@ -250,7 +276,12 @@ def test_an_adapter_of_before_does_not_stay_beside_the_model(hub, server, checkp
     parent = repository.revisions["main"]
     repository.add_commit("main", parent, "Adapter", dict.fromkeys(names, server.keep_blob(b"{}")))
     hub.push(checkpoint, "user/vit")
-    assert sorted(server.files("user/vit")) == ["README.md", "config.json", "model.safetensors", "notes.txt"]
+    assert sorted(server.files("user/vit")) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "notes.txt",
+    ]
 
 
 def test_what_the_client_says_comes_once_and_without_bars(hub, server, checkpoint):
@@ -287,11 +318,15 @@ def test_the_clients_settings_are_restored(monkeypatch, terminal):
 
 
 def test_who_may_not_push(hub, server, checkpoint):
-    assert "not logged in to the Hub: run hf auth login" in hub.refused(checkpoint, "user/vit", token=None)
+    assert "not logged in to the Hub: run hf auth login" in hub.refused(
+        checkpoint, "user/vit", token=None
+    )
     assert not server.requests
     assert "does not know your token" in hub.refused(checkpoint, "user/vit", token="hf_wrongSecret")
     assert "may only read" in hub.refused(checkpoint, "user/vit", token=READ_TOKEN)
-    assert "holds characters that no token has" in hub.refused(checkpoint, "user/vit", token="hf_Sécret")
+    assert "holds characters that no token has" in hub.refused(
+        checkpoint, "user/vit", token="hf_Sécret"
+    )
     (hub.folder / "token").write_text(TOKEN)  # as hf auth login leaves it
     assert "does not let you write to other/vit" in hub.refused(checkpoint, "other/vit", token=None)
     (hub.folder / "token").unlink()
@@ -306,21 +341,31 @@ def test_who_may_not_push(hub, server, checkpoint):
 
 def test_where_nothing_can_be_pushed(hub, server, checkpoint):
     server.create("user/data", "dataset")
-    assert "taken, perhaps by another kind of repository: You already created this dataset" in hub.refused(
-        checkpoint, "user/data"
+    assert (
+        "taken, perhaps by another kind of repository: You already created this dataset"
+        in hub.refused(checkpoint, "user/data")
     )
     server.create("user/public")
-    assert "user/public is there already and public" in hub.refused(checkpoint, "user/public", "--private")
+    assert "user/public is there already and public" in hub.refused(
+        checkpoint, "user/public", "--private"
+    )
     assert server.messages("user/public") == ["initial commit"]
     sentence = hub.refused(checkpoint, "user/vit", "--license", "my-own")
-    assert 'The Hub did not take it: Invalid metadata in README.md. - "license" must be one of' in sentence
+    assert (
+        'The Hub did not take it: Invalid metadata in README.md. - "license" must be one of'
+        in sentence
+    )
     server.faults.quota = 1000
-    assert "user/vit: Private repository storage limit reached" in hub.refused(checkpoint, "user/vit")
+    assert "user/vit: Private repository storage limit reached" in hub.refused(
+        checkpoint, "user/vit"
+    )
     assert server.messages("user/vit") == ["initial commit"]
 
 
 def test_the_client_tries_again_after_server_errors(hub, server, checkpoint):
-    server.faults.answers = {step: [503] for step in ("preupload", "lfs_batch", "upload", "lfs_verify")}
+    server.faults.answers = {
+        step: [503] for step in ("preupload", "lfs_batch", "upload", "lfs_verify")
+    }
     server.faults.answers["upload"] = [500]
     hub.push(checkpoint, "user/vit")
     assert not any(server.faults.answers.values())
@@ -331,7 +376,10 @@ def test_server_errors_that_stay(hub, server, checkpoint):
     server.create("user/vit")
     for step, statuses in {"whoami": [500], "preupload": [502] * 6, "commit": [500]}.items():
         server.faults.answers = {step: statuses}
-        assert re.search(r"The Hub failed \(50\d: .*\); a push is made whole or", hub.refused(checkpoint, "user/vit"))
+        assert re.search(
+            r"The Hub failed \(50\d: .*\); a push is made whole or",
+            hub.refused(checkpoint, "user/vit"),
+        )
         assert server.messages("user/vit") == ["initial commit"]
     hub.push(checkpoint, "user/vit")
 
@@ -348,13 +396,18 @@ def test_a_connection_that_breaks_in_the_upload(hub, server, checkpoint):
     assert len(server.files("user/vit")) == 4
 
 
-@pytest.mark.parametrize("step", ["commit", "preupload", "create", "branch", "validate_yaml", "lfs_batch", "upload"])
+@pytest.mark.parametrize(
+    "step", ["commit", "preupload", "create", "branch", "validate_yaml", "lfs_batch", "upload"]
+)
 def test_a_hub_that_accepts_and_does_not_answer(hub, server, checkpoint, step):
     server.faults.silent = (step,)
     begin = time.monotonic()
     sentence = hub.refused(checkpoint, "user/vit", "--revision", "new", patience=0.2)
     assert time.monotonic() - begin < 15
-    assert f"The Hub at {server.url} does not answer: it was given 0.2 seconds for each request" in sentence
+    assert (
+        f"The Hub at {server.url} does not answer: it was given 0.2 seconds for each request"
+        in sentence
+    )
     assert re.search(r"and \d+ in all", sentence)
     server.faults.silent = ()
     hub.push(checkpoint, "user/vit", "--revision", "new")  # nothing of it stays
@@ -382,7 +435,10 @@ def test_dry_run_uploads_nothing(hub, server, checkpoint):
     hub.push(checkpoint, "user/vit")
     files = server.files("user/vit")
     assert files["README.md"].decode() in out
-    assert all(f"{len(files[name]):,} bytes" in out for name in ("README.md", "config.json", "model.safetensors"))
+    assert all(
+        f"{len(files[name]):,} bytes" in out
+        for name in ("README.md", "config.json", "model.safetensors")
+    )
 
 
 def test_the_check_comes_first(hub, server, checkpoint, tmp_path):
@@ -390,12 +446,18 @@ def test_the_check_comes_first(hub, server, checkpoint, tmp_path):
     content["state_dict"]["head.weight"][0, 0] = float("nan")
     torch.save(content, tmp_path / "nan.pth.tar")
     for options in ([], ["--moe"]):
-        assert "head.weight holds NaN or Inf" in hub.refused(tmp_path / "nan.pth.tar", "user/vit", *options)
-    exported = timm_moe.export_dense(tmp_path / "nan.pth.tar", tmp_path / "nan", allow_nonfinite=True).path
+        assert "head.weight holds NaN or Inf" in hub.refused(
+            tmp_path / "nan.pth.tar", "user/vit", *options
+        )
+    exported = timm_moe.export_dense(
+        tmp_path / "nan.pth.tar", tmp_path / "nan", allow_nonfinite=True
+    ).path
     assert "head.weight holds NaN or Inf" in hub.refused(exported, "user/vit")
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     os.truncate(folder / "model.safetensors", 1000)
-    assert "vit cannot be created from its config.json and weights" in hub.refused(folder, "user/vit")
+    assert "vit cannot be created from its config.json and weights" in hub.refused(
+        folder, "user/vit"
+    )
     (folder / "README.md").symlink_to(hub.folder / "token")
     assert "README.md leads out of" in hub.refused(folder, "user/vit")
     assert [path for _, path, _ in server.requests] == ["/api/whoami-v2"] * 5

@@ -30,7 +30,9 @@ def test_an_exported_model_in_onnxruntime(name, options, images, tmp_path):
     timm_moe.export_dense(model, tmp_path / "dense")
     dense = timm.create_model(f"local-dir:{tmp_path}/dense", pretrained=True, exportable=True)
     size = (3, 32, 32)  # the list in a config.json would do for timm 1.0.31
-    onnx_export(dense, str(tmp_path / "dense.onnx"), check_forward=True, batch_size=2, input_size=size)
+    onnx_export(
+        dense, str(tmp_path / "dense.onnx"), check_forward=True, batch_size=2, input_size=size
+    )
     with torch.no_grad():
         for batch in (images, images[:1]):
             actual = torch.from_numpy(onnx_forward(str(tmp_path / "dense.onnx"), batch))
@@ -59,14 +61,23 @@ ROUTED = [
 @pytest.mark.parametrize("exporter", ["timm's", "dynamo"])
 @pytest.mark.parametrize(("name", "options"), ROUTED)
 def test_experts_in_onnxruntime(name, options, exporter, tmp_path):
-    model = timm.create_model(name, exportable=True, **{**SMALL_VIT, "num_experts": 4, **options}).eval()
+    model = timm.create_model(
+        name, exportable=True, **{**SMALL_VIT, "num_experts": 4, **options}
+    ).eval()
     for layer in timm_moe.moe_layers(model).values():
         for parameter in layer.parameters():  # upcycled experts would be equal
             torch.nn.init.normal_(parameter, std=0.2)
     file = str(tmp_path / "experts.onnx")
     if exporter == "dynamo":
         shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
-        torch.onnx.export(model, (torch.randn(4, 3, 32, 32),), file, dynamo=True, dynamic_shapes=shapes, verbose=False)
+        torch.onnx.export(
+            model,
+            (torch.randn(4, 3, 32, 32),),
+            file,
+            dynamo=True,
+            dynamic_shapes=shapes,
+            verbose=False,
+        )
     else:
         onnx_export(model, file, batch_size=4, dynamic_size=False, input_size=(3, 32, 32))
     written = {tensor.name: tuple(tensor.dims) for tensor in onnx.load(file).graph.initializer}

@@ -76,7 +76,9 @@ LINKS = {
     "not there yet": lambda folder, home: link(folder / "README.md", home / "later"),
     "another repository": of_another_repository,
     "the config": lambda folder, home: link(folder / "config.json", home / "private/config.json"),
-    "the weights": lambda folder, home: link(folder / "model.safetensors", home / "private/model.safetensors"),
+    "the weights": lambda folder, home: link(
+        folder / "model.safetensors", home / "private/model.safetensors"
+    ),
 }
 PUSHES = {
     "push_folder": push_folder,
@@ -88,10 +90,14 @@ PUSHES = {
 
 @pytest.mark.parametrize("push", PUSHES)
 @pytest.mark.parametrize("kind", LINKS)
-def test_what_leads_out_of_a_folder_is_refused_before_it_is_read(stranger, home, monkeypatch, kind, push):
+def test_what_leads_out_of_a_folder_is_refused_before_it_is_read(
+    stranger, home, monkeypatch, kind, push
+):
     LINKS[kind](stranger, home)
     monkeypatch.setattr(hub_module, "load_source", lambda *arguments: pytest.fail("it is read"))
-    monkeypatch.setattr(hub_module, "write_dense", lambda *arguments, **options: pytest.fail("it is read"))
+    monkeypatch.setattr(
+        hub_module, "write_dense", lambda *arguments, **options: pytest.fail("it is read")
+    )
     with pytest.raises(ValueError, match=r"leads out of .*stranger") as caught:
         PUSHES[push](f"local-dir:{stranger}", "user/vit", dry_run=True)
     assert SECRET not in str(caught.value)
@@ -133,7 +139,11 @@ def test_a_folder_in_the_hubs_cache(stranger, tmp_path, shared):
     }
     (cache / "models--user--other/blobs").mkdir(parents=True)
     (cache / "models--user--other/blobs/9").write_text(SECRET)
-    for target in ("../../../models--user--other/blobs/9", "../../../blobs/token", "../../refs/main"):
+    for target in (
+        "../../../models--user--other/blobs/9",
+        "../../../blobs/token",
+        "../../refs/main",
+    ):
         link(snapshot / "README.md", target)
         with pytest.raises(ValueError, match=r"README\.md leads out of .*0123"):
             push_folder(snapshot, "user/vit", dry_run=True)
@@ -157,7 +167,12 @@ def test_what_was_checked_is_what_is_uploaded(stranger, home, monkeypatch, push)
         return load(*arguments, **options)
 
     def commit(api, files, destination, *others):
-        uploaded.update({name: file if isinstance(file, bytes) else file.read_bytes() for name, file in files.items()})
+        uploaded.update(
+            {
+                name: file if isinstance(file, bytes) else file.read_bytes()
+                for name, file in files.items()
+            }
+        )
         return None, None
 
     load = hub_module.load_source
@@ -171,7 +186,10 @@ def test_what_was_checked_is_what_is_uploaded(stranger, home, monkeypatch, push)
 
 def test_an_error_names_the_folder_that_was_given(stranger):
     os.truncate(stranger / "model.safetensors", 1000)
-    with pytest.raises(ValueError, match=f"^local-dir:{stranger} cannot be created from its config.json and weights: "):
+    with pytest.raises(
+        ValueError,
+        match=f"^local-dir:{stranger} cannot be created from its config.json and weights: ",
+    ):
         push_folder(stranger, "user/vit", dry_run=True)
 
 
@@ -190,7 +208,11 @@ def test_the_table_beside_a_checkpoint(checkpoint, home, tmp_path, function):
     shutil.copy(checkpoint, tmp_path / "run/last.pth.tar")
     link(tmp_path / "run/summary.csv", home / "summary.csv")
     with pytest.raises(ValueError, match=r"summary\.csv leads out of .*run"):
-        function(tmp_path / "run/last.pth.tar", "out/outside" if options else tmp_path / "outside", **options)
+        function(
+            tmp_path / "run/last.pth.tar",
+            "out/outside" if options else tmp_path / "outside",
+            **options,
+        )
     assert not (tmp_path / "outside").exists()
 
 
@@ -199,7 +221,9 @@ def test_weights_that_are_not_finite(stranger, ewa_vit, monkeypatch):
     with torch.no_grad():
         ewa_vit.head.weight[0, 0] = float("inf")
     save_for_hf(ewa_vit, str(stranger), model_args=OPTIONS, safe_serialization=True)
-    dense = timm_moe.export_dense(ewa_vit, stranger.parent / "dense", allow_nonfinite=True, model_args=OPTIONS).path
+    dense = timm_moe.export_dense(
+        ewa_vit, stranger.parent / "dense", allow_nonfinite=True, model_args=OPTIONS
+    ).path
     for folder, pushes in ((stranger, PUSHES.values()), (dense, (push_folder, push_dense))):
         for push in pushes:
             with pytest.raises(ValueError, match=r"^head\.weight holds NaN or Inf"):

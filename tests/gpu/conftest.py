@@ -14,5 +14,6 @@ def device(request, monkeypatch):
         return
     if not torch.cuda.is_available():
         pytest.skip("There is no GPU here: torch.cuda.is_available() is False.")
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions would be rounded to ten bits
+    # Convolutions would be rounded to ten bits.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     yield "cuda"

@@ -17,7 +17,9 @@ class Images(Dataset):
     """Noise of 16 pixels, with the transforms of timm's training loaders."""
 
     def __init__(self):
-        self.images = torch.randint(256, (128, 3, 16, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+        self.images = torch.randint(
+            256, (128, 3, 16, 16), generator=torch.Generator().manual_seed(0)
+        ).to(torch.uint8)
         options = {"auto_augment": "original", "interpolation": "random", "use_prefetcher": True}
         self.transform = create_transform((3, 16, 16), is_training=True, **options)
 
@@ -35,8 +37,10 @@ def loader(device, monkeypatch):
     random.seed(0)
     return device_images.DeviceLoader(
         DataLoader(Images(), 16, shuffle=True, drop_last=True, collate_fn=mixup),
-        device=torch.device(device), re_prob=0.25, re_mode="pixel",
-    )  # fmt: skip
+        device=torch.device(device),
+        re_prob=0.25,
+        re_mode="pixel",
+    )
 
 
 def test_images_are_augmented_as_on_the_cpu(device, loader):

@@ -24,7 +24,11 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        known = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
+        known = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if torch.is_tensor(tensor)
+        }
         for tensor in filter(torch.is_tensor, tree_leaves(result)):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
@@ -74,11 +78,15 @@ def test_an_ewa_step_takes_no_more_memory_than_its_gradients_and_a_fiftieth(devi
     assert peaks[1] <= 1.02 * peaks[0] + sizes[1] - sizes[0]
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
+)
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe", "widenet_b"])
 def test_one_process_of_distributed_data_parallel(device, name):
     backend = "nccl" if device == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         alone = timm.create_model(name, **SMALL_VIT).to(device)
         model = copy.deepcopy(alone)
@@ -88,21 +96,32 @@ def test_one_process_of_distributed_data_parallel(device, name):
             timm_moe.ExpertWeightAveraging(own, optimizer, total_updates=3)
             torch.manual_seed(0)
             for _ in range(3):
-                images, targets = torch.randn(4, 3, 32, 32, device=device), torch.randint(5, (4,), device=device)
-                loss = nn.functional.cross_entropy(call(images), targets) + timm_moe.auxiliary_loss(own)
+                images, targets = (
+                    torch.randn(4, 3, 32, 32, device=device),
+                    torch.randint(5, (4,), device=device),
+                )
+                loss = nn.functional.cross_entropy(call(images), targets) + timm_moe.auxiliary_loss(
+                    own
+                )
                 loss.backward()
                 assert all(parameter.grad is not None for parameter in own.parameters())
                 optimizer.step()
                 optimizer.zero_grad()
-        for (path, actual), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5, msg=lambda text, path=path: path + text)
+        for (path, actual), expected in zip(
+            model.named_parameters(), alone.parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                actual, expected, rtol=1e-3, atol=1e-5, msg=lambda text, path=path: path + text
+            )
     finally:
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.ci
 @needs_scripts
-@pytest.mark.parametrize("options", [["--amp"], ["--amp", "--amp-dtype", "bfloat16"]], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "options", [["--amp"], ["--amp", "--amp-dtype", "bfloat16"]], ids=["float16", "bfloat16"]
+)
 @pytest.mark.parametrize("name", ["vit_xtiny_ewa_moe", "vit_xtiny_moe"])
 def test_timms_training_script_in_mixed_precision(device, name, options, tmp_path):
     images = write_images(tmp_path / "images", {"train": 12, "test": 6})
@@ -112,4 +131,6 @@ def test_timms_training_script_in_mixed_precision(device, name, options, tmp_pat
     assert log.count("EWA: averaging the 4 experts") == (name == "vit_xtiny_ewa_moe")
     rows = summary(tmp_path / "output/train/run")
     assert [row["epoch"] for row in rows] == ["0", "1"]
-    assert all(math.isfinite(float(row[loss])) for row in rows for loss in ("train_loss", "eval_loss"))
+    assert all(
+        math.isfinite(float(row[loss])) for row in rows for loss in ("train_loss", "eval_loss")
+    )

@@ -48,10 +48,19 @@ def layers(kind, network):
     router, options = ROUTERS["image-level" if kind == "shared expert" else kind]
     layer = SharedExpertMlp if kind == "shared expert" else MoeMlp
     options = dict(noise_std=1.0, capacity_multiple=1, loss_weights=LOSSES, **options)
-    for capacity_factor, group_images, batch, rows in ((None, None, 4, 7), (1.0, None, 4, 7), (0.5, 1, 2, 9)):
-        made = router(WIDTH, 4, 2, capacity_factor=capacity_factor, group_images=group_images, **options)
+    for capacity_factor, group_images, batch, rows in (
+        (None, None, 4, 7),
+        (1.0, None, 4, 7),
+        (0.5, 1, 2, 9),
+    ):
+        made = router(
+            WIDTH, 4, 2, capacity_factor=capacity_factor, group_images=group_images, **options
+        )
         nn.init.normal_(made.weight)
-        yield layer(NETWORKS[network](), made, 4, "independent"), torch.randn(2 * batch, rows, WIDTH)
+        yield (
+            layer(NETWORKS[network](), made, 4, "independent"),
+            torch.randn(2 * batch, rows, WIDTH),
+        )
 
 
 def values_and_gradients(layer, x):
@@ -60,7 +69,9 @@ def values_and_gradients(layer, x):
     y = layer(x)
     factor = torch.linspace(1, 2, y.numel()).view(y.shape).to(y)
     ((y * factor).sum() + auxiliary_loss(nn.Sequential(layer))).backward()
-    return {"y": y, "x": x.grad} | {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y, "x": x.grad} | {
+        name: parameter.grad for name, parameter in layer.named_parameters()
+    }
 
 
 @pytest.fixture
@@ -68,7 +79,9 @@ def draws_of_the_cpu(monkeypatch):
     """Draw on the CPU, so that all devices draw the same."""
     randperm, randn = torch.randperm, torch.randn
     monkeypatch.setattr(torch, "randperm", lambda number, device=None: randperm(number).to(device))
-    monkeypatch.setattr(torch, "randn_like", lambda x, **_: randn(x.shape, dtype=x.dtype).to(x.device))
+    monkeypatch.setattr(
+        torch, "randn_like", lambda x, **_: randn(x.shape, dtype=x.dtype).to(x.device)
+    )
 
 
 @pytest.mark.usefixtures("draws_of_the_cpu")
@@ -84,7 +97,10 @@ def test_values_and_gradients_are_those_of_a_cpu(device, kind, network, dtype):
         for name, value in expected.items():
             assert actual[name].device.type == device
             torch.testing.assert_close(
-                actual[name].cpu(), value, **TOLERANCE[dtype], msg=lambda text, name=name: f"{name}: {text}"
+                actual[name].cpu(),
+                value,
+                **TOLERANCE[dtype],
+                msg=lambda text, name=name: f"{name}: {text}",
             )
 
 
@@ -97,8 +113,12 @@ def test_products_of_runs_are_those_of_a_cpu(device, dtype, width, end_device):
     x, weight, bias = torch.randn(16, width), torch.randn(3, 8, width), torch.randn(3, 8)
     results = []
     for place in ("cpu", device):
-        tensors = [tensor.to(place, dtype, copy=True).requires_grad_() for tensor in (x, weight, bias)]
-        y = grouped_linear(*tensors, runs_of(end.to(place if end_device == "device" else "cpu"), tensors[0], 8))
+        tensors = [
+            tensor.to(place, dtype, copy=True).requires_grad_() for tensor in (x, weight, bias)
+        ]
+        y = grouped_linear(
+            *tensors, runs_of(end.to(place if end_device == "device" else "cpu"), tensors[0], 8)
+        )
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y))
         results.append([tensor.cpu() for tensor in (y, *(tensor.grad for tensor in tensors))])
     for expected, actual in zip(*results, strict=True):

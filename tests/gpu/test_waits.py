@@ -11,8 +11,8 @@ from torch import nn
 import timm_moe
 from timm_moe.layers.grouped import multiplies_by_offsets
 
-#: They have no capacity in training. Each layer reads the number of rows of its experts once where torch cannot
-#: multiply without it; other families never do.
+#: They have no capacity in training. Each layer reads the number of rows of its experts once where
+#: torch cannot multiply without it; other families never do.
 DROPLESS = ("top-2, nothing dropped", "shared expert")
 TYPES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -23,7 +23,9 @@ def capacities(model):
     found, layers = [], timm_moe.moe_layers(model).values()
     handles = [
         # Soft MoE's router returns no Routing.
-        router.register_forward_hook(lambda router, args, routing: found.append(getattr(routing, "capacity", 0)))
+        router.register_forward_hook(
+            lambda router, args, routing: found.append(getattr(routing, "capacity", 0))
+        )
         for router in {layer.router for layer in layers}
     ]
     yield found
@@ -47,7 +49,8 @@ def test_a_training_step_waits_once_for_each_layer_without_a_capacity(device, na
     targets = torch.randint(5, (4,), device=device)
     criterion = timm_moe.MemberLoss(nn.CrossEntropyLoss())
     optimizer = torch.optim.AdamW(model.parameters())
-    rate = 0.0 if name == "fine-grained" else 0.3  # parts of different hidden units are not averaged
+    # Parts of different hidden units are not averaged.
+    rate = 0.0 if name == "fine-grained" else 0.3
     averaging = timm_moe.ExpertWeightAveraging(model, optimizer, rate, "constant", total_updates=9)
     scaler = torch.amp.GradScaler(device, init_scale=256.0, enabled=amp is torch.float16)
 
@@ -72,7 +75,8 @@ def test_a_training_step_waits_once_for_each_layer_without_a_capacity(device, na
         expected = 0 if multiplies_by_offsets(images.new_empty(8, 32), 32) else found.count(None)
     with waits(device, expected):
         backward()
-    with waits(device, 1 if scaler.is_enabled() else 0):  # torch's GradScaler reads whether a gradient is infinite
+    # torch's GradScaler reads whether a gradient is infinite.
+    with waits(device, 1 if scaler.is_enabled() else 0):
         step()
     assert averaging.updates == 2
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -85,5 +89,7 @@ def test_an_evaluation_waits_once_for_each_layer_without_a_capacity(device, name
     with torch.inference_mode(), torch.autocast(device, amp, enabled=amp is not None):
         with capacities(model) as found:
             model(images)
-        with waits(device, 0 if multiplies_by_offsets(images.new_empty(8, 32), 32) else found.count(None)):
+        with waits(
+            device, 0 if multiplies_by_offsets(images.new_empty(8, 32), 32) else found.count(None)
+        ):
             model(images)

@@ -27,7 +27,9 @@ WAYS = {
 @pytest.mark.parametrize(
     ("device", "options"),
     [
-        pytest.param(way.partition(",")[0], options, id=way, marks=[] if way == "cpu" else pytest.mark.gpu)
+        pytest.param(
+            way.partition(",")[0], options, id=way, marks=[] if way == "cpu" else pytest.mark.gpu
+        )
         for way, options in WAYS.items()
     ],
     indirect=["device"],
@@ -42,17 +44,26 @@ def test_compiled_steps_are_those_of_eager_mode(device, options, name):
 
     def backward(number, images):
         torch.manual_seed(0)  # the same partitions
-        loss = calls[number](images).square().mean() + timm_moe.auxiliary_loss((eager, model)[number])
+        loss = calls[number](images).square().mean() + timm_moe.auxiliary_loss(
+            (eager, model)[number]
+        )
         loss.backward()
         return loss.detach().clone()
 
-    for _ in range(5):  # CUDA graphs are recorded in the second step, and replayed from the third on
+    # CUDA graphs are recorded in the second step, and replayed from the third on.
+    for _ in range(5):
         images = torch.randn(4, 3, 32, 32, device=device)
         losses = [backward(number, images) for number in range(2)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
-        for (path, actual), expected in zip(model.named_parameters(), eager.parameters(), strict=True):
+        for (path, actual), expected in zip(
+            model.named_parameters(), eager.parameters(), strict=True
+        ):
             torch.testing.assert_close(
-                actual.grad, expected.grad, rtol=1e-3, atol=1e-4, msg=lambda text, path=path: path + text
+                actual.grad,
+                expected.grad,
+                rtol=1e-3,
+                atol=1e-4,
+                msg=lambda text, path=path: path + text,
             )
         for optimizer in optimizers:
             optimizer.step()

@@ -33,7 +33,10 @@ def test_the_example_resumes_exactly(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main = runpy.run_path(str(EXAMPLES / "accelerate_loop.py"))["main"]
     train_set, test_set = main.__globals__["load_images"]()
-    main.__globals__["load_images"] = lambda: (tuple(tensor[:150] for tensor in train_set), test_set)
+    main.__globals__["load_images"] = lambda: (
+        tuple(tensor[:150] for tensor in train_set),
+        test_set,
+    )
     main(3, name)
     whole = capsys.readouterr().out.splitlines()
     weights = {file: file.read_bytes() for file in sorted(tmp_path.glob("run/*/model.safetensors"))}
@@ -78,7 +81,9 @@ def test_accumulated_gradients_are_the_mean_with_the_losses_of_each_batch(accele
     torch.manual_seed(1)
     for x, y in batches:
         with accelerator.accumulate(prepared):
-            accelerator.backward(add_router_losses(prepared, nn.functional.cross_entropy(prepared(x), y)))
+            accelerator.backward(
+                add_router_losses(prepared, nn.functional.cross_entropy(prepared(x), y))
+            )
             optimizer.step()
     for name, parameter in model.named_parameters():
         mean = (expected[0][name] + expected[1][name]) / 2

@@ -26,8 +26,16 @@ from timm_moe.integrations import transformers as for_trainer  # noqa: E402
 pytestmark = [pytest.mark.ci]
 
 TIMM = dict(img_size=8, patch_size=2, num_classes=10, embed_dim=32, depth=2, num_heads=2)
-HF = dict(image_size=8, patch_size=2, num_labels=10, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-#: What the experts of each become one network by; of the first and the third that network is the model.
+HF = dict(
+    image_size=8,
+    patch_size=2,
+    num_labels=10,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+)
+#: What the experts of each become one network by; of the first and the third that network is the
+#: model.
 ROUTERS = {"random": "average", "top_k": "sum", "expert_choice": "average", "soft": "average"}
 
 
@@ -38,16 +46,22 @@ def converted(model, router, **options):
 MODELS = {
     "timm by name": lambda router: timm.create_model(
         **(
-            dict(model_name="vit_tiny_moe") if router == "top_k" else dict(model_name="vit_tiny_ewa_moe", router=router)
+            dict(model_name="vit_tiny_moe")
+            if router == "top_k"
+            else dict(model_name="vit_tiny_ewa_moe", router=router)
         ),
         **TIMM,
     ),
-    "timm converted": lambda router: converted(timm.create_model("vit_tiny_patch16_224", **TIMM), router),
+    "timm converted": lambda router: converted(
+        timm.create_model("vit_tiny_patch16_224", **TIMM), router
+    ),
     "transformers' ViT": lambda router: converted(
-        transformers.ViTForImageClassification(transformers.ViTConfig(**HF, intermediate_size=64)), router
+        transformers.ViTForImageClassification(transformers.ViTConfig(**HF, intermediate_size=64)),
+        router,
     ),
     "transformers' DINOv2": lambda router: converted(
-        transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**HF, mlp_ratio=2)), router
+        transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**HF, mlp_ratio=2)),
+        router,
     ),
     "torchvision's ViT": lambda router: converted(
         torchvision.models.VisionTransformer(8, 2, 2, 2, 32, 64, num_classes=10), router
@@ -106,10 +120,18 @@ def make(kind, router):
 def by_trainer(model, folder, resume):
     module = model if hasattr(model, "config") else Classifier(model)
     args = transformers.TrainingArguments(
-        str(folder / ("resumed" if resume else "whole")), max_steps=4, save_steps=2, per_device_train_batch_size=12,
-        learning_rate=1e-2, report_to="none", disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
-    trainer = transformers.Trainer(module, args, train_dataset=Digits(), callbacks=[for_trainer.ExpertCallback()])
+        str(folder / ("resumed" if resume else "whole")),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=12,
+        learning_rate=1e-2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = transformers.Trainer(
+        module, args, train_dataset=Digits(), callbacks=[for_trainer.ExpertCallback()]
+    )
     trainer.train(resume_from_checkpoint=str(folder / "whole/checkpoint-2") if resume else None)
 
 
@@ -126,7 +148,9 @@ def by_lightning(model, folder, resume):
         **quiet,
     )
     loader = DataLoader(Digits(), 12, shuffle=True)
-    trainer.fit(lightning_classifier(model), loader, ckpt_path=folder / "epoch=0.ckpt" if resume else None)
+    trainer.fit(
+        lightning_classifier(model), loader, ckpt_path=folder / "epoch=0.ckpt" if resume else None
+    )
 
 
 def by_own_loop(model, folder, resume):
@@ -143,7 +167,11 @@ def by_own_loop(model, folder, resume):
     data, model = Digits(), model.train()
     for step in range(done, 4):
         if step == 2:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "random": torch.get_rng_state(),
+            }
             torch.save(state, folder / "saved.pt")
         batch = slice(12 * step, 12 * step + 12)
         outputs = model(data.images[batch])

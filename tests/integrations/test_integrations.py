@@ -27,15 +27,26 @@ def test_trainer(router, tmp_path):
     from timm_moe.integrations.transformers import ExpertCallback
 
     args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=8, logging_steps=1, save_strategy="no",
-        report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
-    )  # fmt: skip
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=8,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        learning_rate=1e-2,
+    )
     model = Classifier(classifier(router))
-    trainer = transformers.Trainer(model, args, train_dataset=Images(16), callbacks=[ExpertCallback()])
+    trainer = transformers.Trainer(
+        model, args, train_dataset=Images(16), callbacks=[ExpertCallback()]
+    )
     trainer.train()
     assert spread(model) < 1e-6
     assert trainer.state.log_history[0]["ewa/share_rate"] == 0.375
-    assert ("router/model.blocks.1.mlp/load_max" in trainer.state.log_history[1]) == (router == "top_k")
+    assert ("router/model.blocks.1.mlp/load_max" in trainer.state.log_history[1]) == (
+        router == "top_k"
+    )
 
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
@@ -47,9 +58,14 @@ def test_lightning(router, tmp_path, images):
 
     module = lightning_classifier(classifier(router))
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[ExpertCallback()],
-    )  # fmt: skip
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ExpertCallback()],
+    )
     trainer.fit(module, torch.utils.data.DataLoader(Images(16), 8))
     assert spread(module) < 1e-6
     assert trainer.callback_metrics["ewa/share_rate"] == 0.75
@@ -67,8 +83,12 @@ def test_export(kind, tmp_path, images):
         dense = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=5)
     else:
         transformers = pytest.importorskip("transformers")
-        sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
-        dense = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**sizes, mlp_ratio=2))
+        sizes = dict(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
+        )
+        dense = transformers.Dinov2ForImageClassification(
+            transformers.Dinov2Config(**sizes, mlp_ratio=2)
+        )
     model = timm_moe.convert_to_moe(dense, expert_init="independent").eval()
     folder = timm_moe.export_dense(model, tmp_path / "dense").path
     if kind == "torchvision":
@@ -83,7 +103,9 @@ def test_export(kind, tmp_path, images):
 def test_peft(images):
     peft = pytest.importorskip("peft", minversion="0.17")
     base = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
-    config = peft.LoraConfig(r=2, target_parameters=["fc1.weight", "fc2.weight"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_parameters=["fc1.weight", "fc2.weight"], init_lora_weights=False
+    )
     model = peft.get_peft_model(base, config)
     model(images).sum().backward()
     adapters = {name: p.grad for name, p in model.named_parameters() if "lora" in name}

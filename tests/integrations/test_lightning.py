@@ -16,7 +16,11 @@ import timm
 import torch
 from common import EXAMPLES, ROOT, SMALL_VIT
 from documents import before_spread_classifier, blocks_of
-from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from processes import run_code, run_ranks, run_script
 from torch import nn
@@ -31,9 +35,14 @@ EWA = ("vit_tiny_ewa_moe", dict(share_schedule="linear"))
 ROUTED = ("vmoe_s32", dict(num_experts=4, moe_layers="last-2"))
 BATCH = 4
 
-pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers", "ignore:.*is smaller than the logging interval", "ignore:.*LeafSpec"
-)]  # fmt: skip
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.filterwarnings(
+        "ignore:.*does not have many workers",
+        "ignore:.*is smaller than the logging interval",
+        "ignore:.*LeafSpec",
+    ),
+]
 
 
 class Classifier(lightning.LightningModule):
@@ -60,8 +69,13 @@ class Classifier(lightning.LightningModule):
 
 def loader(**options):
     generator = torch.Generator().manual_seed(1)
-    images, labels = torch.randn(24, 3, 32, 32, generator=generator), torch.randint(5, (24,), generator=generator)
-    return DataLoader(TensorDataset(images, labels), BATCH, **{"generator": torch.Generator(), **options})
+    images, labels = (
+        torch.randn(24, 3, 32, 32, generator=generator),
+        torch.randint(5, (24,), generator=generator),
+    )
+    return DataLoader(
+        TensorDataset(images, labels), BATCH, **{"generator": torch.Generator(), **options}
+    )
 
 
 def shuffled():
@@ -70,14 +84,20 @@ def shuffled():
 
 
 def trainer(*callbacks, library=lightning, callback=True, **options):
-    quiet = dict(enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1)
+    quiet = dict(
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1
+    )
     options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **quiet, **options}
-    return library.Trainer(callbacks=[*callbacks, *([ExpertCallback()] if callback else [])], **options)
+    return library.Trainer(
+        callbacks=[*callbacks, *([ExpertCallback()] if callback else [])], **options
+    )
 
 
 def largest_difference(model, other):
     others = other.state_dict()
-    return max((tensor - others[name]).abs().max().item() for name, tensor in model.state_dict().items())
+    return max(
+        (tensor - others[name]).abs().max().item() for name, tensor in model.state_dict().items()
+    )
 
 
 class Seed(lightning.Callback):
@@ -286,8 +306,13 @@ class Scheduled(Classifier):
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, self.trainer.estimated_stepping_batches
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def resumed(kind, model, folder, loaders, others=lambda: [], **options):
@@ -295,11 +320,21 @@ def resumed(kind, model, folder, loaders, others=lambda: [], **options):
     checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     whole, part = (kind(*model, drop_rate=0.1) for _ in range(2))
     torch.manual_seed(50 + int(os.environ.get("RANK", 0)))
-    trainer(checkpoint, *others(), max_epochs=4, enable_checkpointing=True, **options).fit(whole, *loaders())
+    trainer(checkpoint, *others(), max_epochs=4, enable_checkpointing=True, **options).fit(
+        whole, *loaders()
+    )
     torch.manual_seed(60)
-    fit = trainer(ModelCheckpoint(folder / "second"), *others(), max_epochs=4, enable_checkpointing=True, **options)
+    fit = trainer(
+        ModelCheckpoint(folder / "second"),
+        *others(),
+        max_epochs=4,
+        enable_checkpointing=True,
+        **options,
+    )
     fit.fit(part, *loaders(), ckpt_path=folder / "epoch=1.ckpt")
-    assert fit.global_step == 24 // options.get("accumulate_grad_batches", 1) // options.get("devices", 1)
+    assert fit.global_step == 24 // options.get("accumulate_grad_batches", 1) // options.get(
+        "devices", 1
+    )
     return whole, part
 
 
@@ -310,7 +345,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, model, tmp_path):
 
 
 def test_a_resumed_run_with_validation_is_the_uninterrupted_one(tmp_path):
-    whole, part = resumed(Scheduled, EWA, tmp_path, lambda: [shuffled(), shuffled()], accumulate_grad_batches=2)
+    whole, part = resumed(
+        Scheduled, EWA, tmp_path, lambda: [shuffled(), shuffled()], accumulate_grad_batches=2
+    )
     assert largest_difference(whole, part) == 0.0
 
 
@@ -324,7 +361,9 @@ def test_the_ema_is_of_the_averaged_weights(tmp_path):
     plain_loop(reference, 1, lambda: ema.update_parameters(reference))
     trainer(Seed(), *averaging_weights()).fit(module, loader())
     assert largest_difference(module, ema.module) == 0.0
-    whole, part = resumed(Classifier, EWA, tmp_path, lambda: [shuffled(), shuffled()], averaging_weights)
+    whole, part = resumed(
+        Classifier, EWA, tmp_path, lambda: [shuffled(), shuffled()], averaging_weights
+    )
     assert largest_difference(whole, part) == 0.0
 
 
@@ -395,7 +434,9 @@ def test_a_run_of_unknown_length_is_told(options, callbacks, message):
 class Averaged(Classifier):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        self.averaging = ExpertWeightAveraging(self, optimizer, schedule="constant", total_updates=12)
+        self.averaging = ExpertWeightAveraging(
+            self, optimizer, schedule="constant", total_updates=12
+        )
         return optimizer
 
 
@@ -415,7 +456,10 @@ def test_a_trainer_of_pytorch_lightning_takes_it_too():
     library = pytest.importorskip("pytorch_lightning")
 
     class Module(library.LightningModule):
-        training_step, configure_optimizers = Classifier.training_step, Classifier.configure_optimizers
+        training_step, configure_optimizers = (
+            Classifier.training_step,
+            Classifier.configure_optimizers,
+        )
 
     reference, module = Classifier(*ROUTED).train(), Module()
     module.model = copy.deepcopy(reference.model)
@@ -427,9 +471,12 @@ def test_a_trainer_of_pytorch_lightning_takes_it_too():
 def test_lightning_is_imported_by_its_integration_alone():
     code = "import sys, timm_moe; assert 'lightning' not in sys.modules and 'lightning.pytorch' not in sys.modules"
     assert run_code(code).returncode == 0
-    done = run_code("import sys; sys.modules['lightning'] = None; import timm_moe.integrations.lightning")
+    done = run_code(
+        "import sys; sys.modules['lightning'] = None; import timm_moe.integrations.lightning"
+    )
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: timm_moe.integrations.lightning needs lightning: pip install 'timm_moe[lightning]'."
+        "ImportError: timm_moe.integrations.lightning needs lightning: pip install "
+        "'timm_moe[lightning]'."
     )
 
 
@@ -442,7 +489,9 @@ def test_the_example(tmp_path):
 
 def join_torchrun(rank, port):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="0", GROUP_RANK="0")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="0", GROUP_RANK="0"
+    )
     os.environ.update(LOCAL_WORLD_SIZE="2")
     torch.set_num_threads(1)
 
@@ -451,9 +500,18 @@ def ddp_worker(rank, folder, port):
     join_torchrun(rank, port)
     differences = []
     for model in (EWA, ROUTED):
-        whole, part = resumed(Scheduled, model, Path(folder, model[0]), lambda: [shuffled()], strategy="ddp", devices=2)
+        whole, part = resumed(
+            Scheduled,
+            model,
+            Path(folder, model[0]),
+            lambda: [shuffled()],
+            strategy="ddp",
+            devices=2,
+        )
         differences.append(largest_difference(whole, part))
-    torch.save({"differences": differences, "weights": whole.state_dict()}, f"{folder}/rank{rank}.pt")
+    torch.save(
+        {"differences": differences, "weights": whole.state_dict()}, f"{folder}/rank{rank}.pt"
+    )
 
 
 def free_port():
@@ -466,7 +524,9 @@ def test_ddp(tmp_path):
     run_ranks(ddp_worker, (str(tmp_path), free_port()), 2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first["differences"] == second["differences"] == [0.0, 0.0]
-    assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
+    assert all(
+        torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"]
+    )
 
 
 def spread_worker(rank, folder, port, text):
@@ -477,7 +537,10 @@ def spread_worker(rank, folder, port, text):
     exec(text.replace("max(1, torch.cuda.device_count())", "2"), names)
     trainer = names["trainer"]
     (layer, *_) = moe_layers(trainer.lightning_module).values()
-    assert all(2 * len(p.to_local()) == len(p) == layer.num_experts for _, p in layer.named_expert_parameters())
+    assert all(
+        2 * len(p.to_local()) == len(p) == layer.num_experts
+        for _, p in layer.named_expert_parameters()
+    )
     assert trainer.global_step == 1347 // 2 // 64 + 1
     metrics = {name: float(number) for name, number in trainer.callback_metrics.items()}
     torch.save(metrics, f"{folder}/rank{rank}.pt")
@@ -486,7 +549,9 @@ def spread_worker(rank, folder, port, text):
 def test_experts_over_processes(tmp_path):
     blocks = blocks_of(ROOT / "docs/trainers.md")
     (program,) = (block.text for block in blocks if "ModelParallelStrategy" in block.text)
-    run_ranks(spread_worker, (str(tmp_path), free_port(), before_spread_classifier(blocks) + program), 2)
+    run_ranks(
+        spread_worker, (str(tmp_path), free_port(), before_spread_classifier(blocks) + program), 2
+    )
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert first == second
     assert 1 <= first["router/model.blocks.1.mlp/balance_loss"] < 1.5

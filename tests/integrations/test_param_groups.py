@@ -12,7 +12,14 @@ from torch import nn
 from timm_moe import convert_to_moe, moe_layers
 
 EVA = dict(
-    img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=5, scale_mlp=True, swiglu_mlp=True
+    img_size=32,
+    patch_size=8,
+    embed_dim=32,
+    depth=3,
+    num_heads=2,
+    num_classes=5,
+    scale_mlp=True,
+    swiglu_mlp=True,
 )
 WIDENET = dict(**SMALL_VIT, mlp_ratio=2)
 #: A model with experts, and the dense one whose groups it must follow.
@@ -46,7 +53,9 @@ PAIRS = {
         timm.create_model("eva02_tiny_patch14_224", **EVA),
     ),
     "converted, inside another model": lambda: (
-        nn.Sequential(convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)), nn.Linear(5, 5)),
+        nn.Sequential(
+            convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)), nn.Linear(5, 5)
+        ),
         nn.Sequential(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), nn.Linear(5, 5)),
     ),
 }
@@ -54,8 +63,14 @@ PAIRS = {
 
 def settings(model, opt, layer_decay):
     """Weight decay and scale of the learning rate of each parameter by name."""
-    optimizer = timm.optim.create_optimizer_v2(model, opt, lr=0.1, weight_decay=0.05, layer_decay=layer_decay)
-    of = {id(p): (g["weight_decay"], g.get("lr_scale", 1.0)) for g in optimizer.param_groups for p in g["params"]}
+    optimizer = timm.optim.create_optimizer_v2(
+        model, opt, lr=0.1, weight_decay=0.05, layer_decay=layer_decay
+    )
+    of = {
+        id(p): (g["weight_decay"], g.get("lr_scale", 1.0))
+        for g in optimizer.param_groups
+        for p in g["params"]
+    }
     return {name: of[id(parameter)] for name, parameter in model.named_parameters()}
 
 
@@ -66,7 +81,8 @@ def test_groups_are_those_of_the_dense_model(pair, opt, layer_decay):
     experts, dense = PAIRS[pair]()
     found, expected = settings(experts, opt, layer_decay), settings(dense, opt, layer_decay)
     assert {name: found[name] for name in expected} == expected
-    for name in set(found) - set(expected):  # routers are matrices, shared experts are networks, both of their block
+    # Routers are matrices, shared experts are networks, both of their block.
+    for name in set(found) - set(expected):
         block = name.rsplit(".mlp.", 1)[0]
         kind = "bias" if name.endswith("bias") else "weight"
         assert found[name] == expected[f"{block}.mlp.fc1.{kind}"], name
@@ -88,7 +104,9 @@ def test_a_compiled_model_and_parameters_without_a_model():
     found = settings(torch.compile(model, backend="eager"), "muon", 0.5)
     assert found["_orig_mod.blocks.1.mlp.fc1.bias"][0] == 0
     assert found["_orig_mod.blocks.1.mlp.fc1.weight"][0] == 0.05
-    assert len(timm.optim.create_optimizer_v2(model.parameters(), "adamw", lr=0.1).param_groups) == 1
+    assert (
+        len(timm.optim.create_optimizer_v2(model.parameters(), "adamw", lr=0.1).param_groups) == 1
+    )
 
 
 # --- Muon
@@ -103,9 +121,19 @@ def test_muon_leaves_the_experts_to_its_fallback(opt, layer_decay, caplog):
             model, opt, lr=0.1, weight_decay=0.05, layer_decay=layer_decay, fallback_list=["head.*"]
         )
     assert caplog.text.count("Muon leaves the experts to its fallback") == 1
-    fallback = {id(p) for group in optimizer.param_groups if group.get("use_fallback") for p in group["params"]}
+    fallback = {
+        id(p)
+        for group in optimizer.param_groups
+        if group.get("use_fallback")
+        for p in group["params"]
+    }
     names = {name for name, parameter in model.named_parameters() if id(parameter) in fallback}
-    experts = {f"blocks.{b}.mlp.fc{i}.{kind}" for b in (1, 3) for i in (1, 2) for kind in ("weight", "bias")}
+    experts = {
+        f"blocks.{b}.mlp.fc{i}.{kind}"
+        for b in (1, 3)
+        for i in (1, 2)
+        for kind in ("weight", "bias")
+    }
     assert names == experts | {"head.weight", "head.bias"}
 
 
@@ -125,7 +153,8 @@ def test_muons_update_of_an_expert_is_adamws():
         optimizer.step()
         made.append((layer.fc1.bias.detach() - before, layer.fc1.bias.grad))
     (update, gradient), (by_shape, _) = made
-    torch.testing.assert_close(update, -0.01 * gradient.sign(), rtol=1e-3, atol=1e-6)  # AdamW's first step
+    # AdamW's first step.
+    torch.testing.assert_close(update, -0.01 * gradient.sign(), rtol=1e-3, atol=1e-6)
     assert (by_shape.abs() - 0.01).abs().max() > 0.005
 
 
@@ -167,17 +196,21 @@ def test_others_have_numbers_that_the_experts_share(opt):
 def test_lambs_trust_ratio_is_an_experts_own_while_their_norms_agree():
     def first_updates(scale):
         stacked = (
-            torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(0)) * torch.tensor(scale)[:, None, None]
+            torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(0))
+            * torch.tensor(scale)[:, None, None]
         )
         parameter = nn.Parameter(stacked.clone())
         parameter.grad = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(1))
-        timm.optim.create_optimizer_v2([dict(params=[parameter], weight_decay=0.1)], "lamb", lr=0.01).step()
+        timm.optim.create_optimizer_v2(
+            [dict(params=[parameter], weight_decay=0.1)], "lamb", lr=0.01
+        ).step()
         return (parameter.detach() - stacked).flatten(1).norm(dim=1), stacked.flatten(1).norm(dim=1)
 
     updates, norms = first_updates([1.0, 1.0, 1.0, 1.0])
     torch.testing.assert_close(updates, 0.01 * norms, rtol=0.05, atol=0)
     updates, norms = first_updates([0.1, 1.0, 1.0, 1.0])
-    torch.testing.assert_close(updates[0], 0.01 * norms.square().mean().sqrt(), rtol=0.1, atol=0)  # not 0.01 * norms[0]
+    # Not 0.01 * norms[0].
+    torch.testing.assert_close(updates[0], 0.01 * norms.square().mean().sqrt(), rtol=0.1, atol=0)
 
 
 def test_no_dense_parameter_is_taken_for_an_experts():

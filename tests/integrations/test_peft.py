@@ -30,7 +30,9 @@ def create(name="vit_tiny_ewa_moe", **options):
 
 def adapt(model, **options):
     """With adapters that change the outputs from the start, as after training."""
-    config = peft.LoraConfig(**{"target_parameters": EXPERTS, "r": 2, "init_lora_weights": False, **options})
+    config = peft.LoraConfig(
+        **{"target_parameters": EXPERTS, "r": 2, "init_lora_weights": False, **options}
+    )
     return peft.get_peft_model(model, config)
 
 
@@ -49,7 +51,9 @@ def gradients(model, images):
 
 def assert_all_there(gradients):
     assert any(".mlp.fc1.lora_A" in name for name in gradients)
-    assert [name for name, gradient in gradients.items() if gradient is None or not gradient.any()] == []
+    assert [
+        name for name, gradient in gradients.items() if gradient is None or not gradient.any()
+    ] == []
 
 
 @every_kind
@@ -76,7 +80,9 @@ def test_merged_model_is_as_before_with_the_adapted_outputs(name):
         torch.testing.assert_close(copy.deepcopy(model)(images), adapted)
         merged = model.merge_and_unload()
         torch.testing.assert_close(merged(images), adapted)
-    classes, plain_classes = ([(path, type(module)) for path, module in m.named_modules()] for m in (merged, plain))
+    classes, plain_classes = (
+        [(path, type(module)) for path, module in m.named_modules()] for m in (merged, plain)
+    )
     assert classes == plain_classes
     assert merged.state_dict().keys() == plain.state_dict().keys()
 
@@ -98,7 +104,9 @@ def test_merged_ewa_model_becomes_the_stock_dense_one(tmp_path):
         assert type(dense) is timm.models.VisionTransformer
         torch.testing.assert_close(dense(images), adapted)
         timm_moe.export_dense(merged, tmp_path / "dense")
-        stock = timm.create_model(f"local-dir:{tmp_path / 'dense'}", pretrained=True, num_classes=5).eval()
+        stock = timm.create_model(
+            f"local-dir:{tmp_path / 'dense'}", pretrained=True, num_classes=5
+        ).eval()
         torch.testing.assert_close(stock(images), adapted)
 
 
@@ -148,14 +156,18 @@ def test_nothing_is_made_of_experts_without_their_adapters(name, tmp_path):
     for make in makers:
         with pytest.raises(ValueError, match=r"has adapters.*merge_and_unload"):
             make()
-    with pytest.raises(ValueError, match=r"fc1 of the experts in blocks\.3\.mlp has adapters.*cannot be averaged"):
+    with pytest.raises(
+        ValueError, match=r"fc1 of the experts in blocks\.3\.mlp has adapters.*cannot be averaged"
+    ):
         timm_moe.average_experts_(model, 0.3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_shared_expert_with_adapters_is_not_left_out():
     model = adapt(create("vimoe_s14_shared"), target_parameters=[], target_modules=["shared.fc1"])
-    with pytest.raises(ValueError, match=r"shared\.fc1 of the experts in blocks\.10\.mlp has adapters"):
+    with pytest.raises(
+        ValueError, match=r"shared\.fc1 of the experts in blocks\.10\.mlp has adapters"
+    ):
         timm_moe.to_dense(model)
     timm_moe.to_dense(model.merge_and_unload())
 
@@ -163,9 +175,15 @@ def test_shared_expert_with_adapters_is_not_left_out():
 def test_averaging_refuses_trained_adapters(caplog):
     model = adapt(create()).train()
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
-    with pytest.raises(ValueError, match=r"has adapters or computed weights, which cannot be averaged.*share_rate=0"):
+    with pytest.raises(
+        ValueError,
+        match=r"has adapters or computed weights, which cannot be averaged.*share_rate=0",
+    ):
         timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=3)
-    with pytest.raises(ValueError, match=r"has adapters or computed weights, which cannot be averaged.*share_rate=0"):
+    with pytest.raises(
+        ValueError,
+        match=r"has adapters or computed weights, which cannot be averaged.*share_rate=0",
+    ):
         create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
     gradients(model, images_for("vit_tiny_ewa_moe"))
     with caplog.at_level(logging.WARNING, "timm_moe"):
@@ -182,7 +200,9 @@ def test_without_a_share_rate_adapters_train_as_they_are(caplog):
     with caplog.at_level(logging.WARNING, "timm_moe"):
         optimizer.step()
     assert caplog.text == ""
-    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    changed = {
+        name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])
+    }
     assert changed == {name for name in before if ".lora_" in name}
 
 
@@ -207,12 +227,16 @@ def test_averaging_goes_on_after_the_merge():
 
 
 @pytest.mark.parametrize(
-    "options", [{"modules_to_save": ["router"]}, {"target_parameters": ["router.weight"]}], ids=["saved", "adapted"]
+    "options",
+    [{"modules_to_save": ["router"]}, {"target_parameters": ["router.weight"]}],
+    ids=["saved", "adapted"],
 )
 def test_wrapped_routers_are_refused(options):
     """Their losses would be left out."""
     model = adapt(create("vit_tiny_moe"), **options)
-    with pytest.raises(ValueError, match=r"router of blocks\.1\.mlp is a \w+, no Router: leave routers unwrapped"):
+    with pytest.raises(
+        ValueError, match=r"router of blocks\.1\.mlp is a \w+, no Router: leave routers unwrapped"
+    ):
         model(images_for("vit_tiny_moe"))
 
 

@@ -53,10 +53,19 @@ def trainer(tmp_path):
 
     def make(model, **options):
         args = transformers.TrainingArguments(
-            str(tmp_path), max_steps=4, per_device_train_batch_size=16, report_to="none", disable_tqdm=True,
-            use_cpu=True, auto_find_batch_size=True, save_strategy="no", **options,
-        )  # fmt: skip
-        return transformers.Trainer(Classifier(model), args, train_dataset=Images(32), callbacks=[ExpertCallback()])
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=16,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            auto_find_batch_size=True,
+            save_strategy="no",
+            **options,
+        )
+        return transformers.Trainer(
+            Classifier(model), args, train_dataset=Images(32), callbacks=[ExpertCallback()]
+        )
 
     return make
 
@@ -72,7 +81,9 @@ def test_auto_find_batch_size(trainer, kind, caplog):
     assert max(model.sizes[-4:]) <= 6
     assert_trained_in_silence(model, caplog)
     assert ExpertWeightAveraging.of(run.optimizer) is None
-    assert kind == "routed" or {int(group["ewa_updates"]) for group in run.optimizer.param_groups} == {4}
+    assert kind == "routed" or {
+        int(group["ewa_updates"]) for group in run.optimizer.param_groups
+    } == {4}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -86,7 +97,9 @@ def test_accelerates_search_with_an_optimizer_from_outside(kind, caplog):
         averaging = start_averaging(model, optimizer, 32 // batch_size)
         for batch in DataLoader(Images(32), batch_size):
             outputs = model(batch["pixel_values"])
-            add_router_losses(model, nn.functional.cross_entropy(outputs, batch["labels"])).backward()
+            add_router_losses(
+                model, nn.functional.cross_entropy(outputs, batch["labels"])
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
         return batch_size, averaging
@@ -107,9 +120,18 @@ def lightning_run(tmp_path):
         module.batch_size, module.lr = 2, 1e-3
         module.train_dataloader = lambda: DataLoader(Images(32), module.batch_size)
         module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=module.lr)
-        quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1)
+        quiet = dict(
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            devices=1,
+        )
         fit = lightning.Trainer(
-            max_epochs=2, default_root_dir=tmp_path, callbacks=[*callbacks, ExpertCallback()], **quiet
+            max_epochs=2,
+            default_root_dir=tmp_path,
+            callbacks=[*callbacks, ExpertCallback()],
+            **quiet,
         )
         return module, fit
 
@@ -131,7 +153,9 @@ def test_lightnings_tuner(lightning_run, kind, search, caplog):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("search", ["learning rate", "batch size", "learning rate, in the second epoch"])
+@pytest.mark.parametrize(
+    "search", ["learning rate", "batch size", "learning rate, in the second epoch"]
+)
 def test_lightnings_callbacks(lightning_run, kind, search, caplog):
     from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
@@ -143,7 +167,9 @@ def test_lightnings_callbacks(lightning_run, kind, search, caplog):
             if trainer.current_epoch == 1 and trainer.callbacks[0] is self:
                 self.lr_find(trainer, pl_module)
 
-    finder = dict(zip(("learning rate", "batch size"), (LearningRateFinder, BatchSizeFinder), strict=True))
+    finder = dict(
+        zip(("learning rate", "batch size"), (LearningRateFinder, BatchSizeFinder), strict=True)
+    )
     options = {} if search == "batch size" else dict(num_training_steps=12, max_lr=1e-3)
     module, fit = lightning_run(kind, 8, finder.get(search, Later)(**options))
     assert_fits(module, fit, caplog)

@@ -29,7 +29,14 @@ class Training:
     """train.py in small: create, resume, schedule, train by epochs, save."""
 
     def __init__(
-        self, folder, resume=None, no_resume_opt=False, sched="cosine", start_epoch=None, opt="adamw", **kwargs
+        self,
+        folder,
+        resume=None,
+        no_resume_opt=False,
+        sched="cosine",
+        start_epoch=None,
+        opt="adamw",
+        **kwargs,
     ):
         torch.manual_seed(0)
         self.args = argparse.Namespace(
@@ -38,13 +45,20 @@ class Training:
             model_kwargs={**OPTIONS, **kwargs},
             img_size=32,
         )
-        self.model = timm.create_model(self.args.model, num_classes=self.args.num_classes, **self.args.model_kwargs)
-        self.task = ClassificationTask(self.model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+        self.model = timm.create_model(
+            self.args.model, num_classes=self.args.num_classes, **self.args.model_kwargs
+        )
+        self.task = ClassificationTask(
+            self.model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False
+        )
         self.optimizer = create_optimizer_v2(self.model, opt=opt, lr=1e-3, weight_decay=0.05)
         resume_epoch = None
         if resume:
             resume_epoch = timm.models.resume_checkpoint(
-                self.model, resume, optimizer=None if no_resume_opt else self.optimizer, log_info=False
+                self.model,
+                resume,
+                optimizer=None if no_resume_opt else self.optimizer,
+                log_info=False,
             )
         self.ema = ModelEmaV3(self.model, decay=0.9)
         self.saver = CheckpointSaver(
@@ -56,7 +70,11 @@ class Training:
             recovery_dir=str(folder),
         )
         self.scheduler, self.epochs = timm.scheduler.create_scheduler_v2(
-            self.optimizer, sched=sched, num_epochs=EPOCHS, warmup_epochs=0, updates_per_epoch=UPDATES_PER_EPOCH
+            self.optimizer,
+            sched=sched,
+            num_epochs=EPOCHS,
+            warmup_epochs=0,
+            updates_per_epoch=UPDATES_PER_EPOCH,
         )
         self.start_epoch = start_epoch if start_epoch is not None else resume_epoch or 0
         if self.scheduler is not None and self.start_epoch > 0:
@@ -76,7 +94,9 @@ class Training:
                 self.ema.update(self.model)
                 self.rates.append(round(self.averaging.share_rate, 6))
                 if self.scheduler is not None:
-                    self.scheduler.step_update(num_updates=epoch * UPDATES_PER_EPOCH + batch + 1, metric=0.0)
+                    self.scheduler.step_update(
+                        num_updates=epoch * UPDATES_PER_EPOCH + batch + 1, metric=0.0
+                    )
             self.saver.save_checkpoint(epoch, metric=epoch)
             if self.scheduler is not None:
                 self.scheduler.step(epoch + 1, 0.0)
@@ -91,8 +111,8 @@ def test_experts_are_averaged_after_every_update_without_a_word(tmp_path, caplog
         training = Training(tmp_path).run()
     assert training.rates == FULL_RUN
     assert [record.message for record in caplog.records if "EWA" in record.message] == [
-        "EWA: averaging the 4 experts of 2 layers after every optimizer step, share rate 0.3, schedule linear, "
-        "over 6 updates."
+        "EWA: averaging the 4 experts of 2 layers after every optimizer step, share rate 0.3, "
+        "schedule linear, over 6 updates."
     ]
 
 
@@ -104,14 +124,18 @@ def test_resume_goes_on_bit_for_bit(tmp_path, sched):
     Training(tmp_path / "b", sched=sched).run(epochs=1)
     resumed = Training(tmp_path / "b", resume=str(tmp_path / "b/last.pth.tar"), sched=sched).run()
     assert resumed.rates == FULL_RUN[3:]
-    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+    for (name, a), b in zip(
+        whole.model.named_parameters(), resumed.model.parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
 
 
 def test_no_resume_opt_takes_the_place_in_the_schedule_from_the_epoch(tmp_path, caplog):
     Training(tmp_path).run(epochs=1)
     with caplog.at_level(logging.INFO):
-        resumed = Training(tmp_path, resume=str(tmp_path / "last.pth.tar"), no_resume_opt=True).run()
+        resumed = Training(
+            tmp_path, resume=str(tmp_path / "last.pth.tar"), no_resume_opt=True
+        ).run()
     assert resumed.rates == FULL_RUN[3:]
     assert "EWA: the share rate continues after update 3 of 6." in caplog.messages
 
@@ -122,8 +146,13 @@ def test_the_optimizer_of_a_dense_run_is_not_that_of_experts(dense_vit, tmp_path
     dense_vit(torch.randn(4, 3, 32, 32)).square().mean().backward()
     optimizer.step()
     file = str(tmp_path / "dense.pth.tar")
-    torch.save({"epoch": 0, "state_dict": dense_vit.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    with pytest.raises(ValueError, match="that of a dense model, not of its experts: begin with a new one"):
+    torch.save(
+        {"epoch": 0, "state_dict": dense_vit.state_dict(), "optimizer": optimizer.state_dict()},
+        file,
+    )
+    with pytest.raises(
+        ValueError, match="that of a dense model, not of its experts: begin with a new one"
+    ):
         Training(tmp_path, resume=file, opt=opt).run()
     Training(tmp_path, resume=file, opt=opt, no_resume_opt=True).run()
 
@@ -135,13 +164,22 @@ def test_start_epoch(tmp_path):
 def test_without_scheduler_nor_optimizer_state_the_schedule_starts_over(tmp_path, caplog):
     Training(tmp_path, sched="none").run(epochs=1)
     with caplog.at_level(logging.INFO):
-        resumed = Training(tmp_path, resume=str(tmp_path / "last.pth.tar"), no_resume_opt=True, sched="none").run()
+        resumed = Training(
+            tmp_path, resume=str(tmp_path / "last.pth.tar"), no_resume_opt=True, sched="none"
+        ).run()
     assert resumed.rates == FULL_RUN[:3]
     assert not any("continues" in message or "continuing" in message for message in caplog.messages)
 
 
 def test_options_of_the_model_reach_the_averaging(tmp_path):
-    assert Training(tmp_path, share_rate=0.5, share_schedule="early").run().rates == [0.5, 0.5, 0, 0, 0, 0]
+    assert Training(tmp_path, share_rate=0.5, share_schedule="early").run().rates == [
+        0.5,
+        0.5,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_share_rate_0_means_no_averaging(tmp_path, caplog):
@@ -168,7 +206,9 @@ def test_a_schedulers_state_is_saved_loaded_and_copied_as_ever(ewa_vit, dense_vi
     for model in (ewa_vit, copy.deepcopy(ewa_vit)):
         optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
         schedulers.append(
-            timm.scheduler.create_scheduler_v2(optimizer, sched=sched, num_epochs=5, updates_per_epoch=10)[0]
+            timm.scheduler.create_scheduler_v2(
+                optimizer, sched=sched, num_epochs=5, updates_per_epoch=10
+            )[0]
         )
     first, second = schedulers
     if sched == "cosine":  # timm's own Plateau cannot be pickled
@@ -236,7 +276,12 @@ def test_the_older_factory_and_a_deep_copied_model(ewa_vit):
 def test_cooldown_and_cycles_count_into_the_whole_run(ewa_vit):
     optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.1)
     _, epochs = timm.scheduler.create_scheduler_v2(
-        optimizer, num_epochs=5, cooldown_epochs=2, warmup_epochs=1, warmup_prefix=True, updates_per_epoch=7
+        optimizer,
+        num_epochs=5,
+        cooldown_epochs=2,
+        warmup_epochs=1,
+        warmup_prefix=True,
+        updates_per_epoch=7,
     )
     assert epochs == 8
     assert ExpertWeightAveraging.of(optimizer).total_updates == 56
@@ -269,12 +314,17 @@ def test_adaptive_clipping_is_that_of_the_dense_networks_one_by_one(ewa_vit, roa
         for name, parameter in ewa_vit.named_parameters():
             if ".1.mlp." in name or ".3.mlp." in name:  # rows and experts of norms of their own
                 parameter.normal_().mul_(
-                    10 ** torch.linspace(-2, 1, parameter.shape[0]).view(-1, *[1] * (parameter.ndim - 1))
+                    10
+                    ** torch.linspace(-2, 1, parameter.shape[0]).view(
+                        -1, *[1] * (parameter.ndim - 1)
+                    )
                 )
     roads = {
         "function": lambda parameters: timm.utils.adaptive_clip_grad(iter(parameters), 0.05),
         "dispatch": lambda parameters: dispatch_clip_grad(parameters, 0.05, mode="agc"),
-        "tensor": lambda parameters: [timm.utils.adaptive_clip_grad(parameter, 0.05) for parameter in parameters],
+        "tensor": lambda parameters: [
+            timm.utils.adaptive_clip_grad(parameter, 0.05) for parameter in parameters
+        ],
     }
     gradients = clipped(ewa_vit, roads[road])
     unclipped = clipped(ewa_vit, lambda parameters: None)
@@ -284,13 +334,17 @@ def test_adaptive_clipping_is_that_of_the_dense_networks_one_by_one(ewa_vit, roa
             continue
         stacked = ".1.mlp." in name or ".3.mlp." in name
         parts, grads = (
-            (parameter.detach(), unclipped[name]) if stacked else (parameter.detach()[None], unclipped[name][None])
+            (parameter.detach(), unclipped[name])
+            if stacked
+            else (parameter.detach()[None], unclipped[name][None])
         )
         for expert, (part, grad) in enumerate(zip(parts, grads, strict=True)):
             dense = nn.Parameter(part.clone())
             dense.grad = grad.clone()
             stock(dense, 0.05)
-            assert torch.equal(dense.grad, gradients[name][expert] if stacked else gradients[name]), name
+            assert torch.equal(
+                dense.grad, gradients[name][expert] if stacked else gradients[name]
+            ), name
     weight = "blocks.1.mlp.fc1.weight"
     kept = (gradients[weight] == unclipped[weight]).flatten(1).all(1)
     assert kept.any()
@@ -312,7 +366,9 @@ def test_adaptive_clipping_by_timms_scaler(ewa_vit):
 def test_batches_that_are_counted_as_updates_are_told_of_once(ewa_vit, caplog, stated):
     """Twelve batches, whose gradients are accumulated over four, are three updates."""
     optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.0)
-    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=stated)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(
+        optimizer, num_epochs=3, updates_per_epoch=stated
+    )
     for epoch in range(3):
         for batch in range(12):
             ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
@@ -322,7 +378,10 @@ def test_batches_that_are_counted_as_updates_are_told_of_once(ewa_vit, caplog, s
     told = [message for message in caplog.messages if "EWA" in message]
     if stated == 12:
         assert len(told) == 1
-        assert "took 3 optimizer steps, but create_scheduler_v2 was given updates_per_epoch=12" in told[0]
+        assert (
+            "took 3 optimizer steps, but create_scheduler_v2 was given updates_per_epoch=12"
+            in told[0]
+        )
     else:
         assert told == []
         assert ExpertWeightAveraging.of(optimizer).share_rate == 0.3

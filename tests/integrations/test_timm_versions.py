@@ -15,7 +15,8 @@ from timm_moe.integrations import timm as hooks
 from timm_moe.model_config import model_input_size, records_arguments, untold_args
 from timm_moe.models.registered import registered_models
 
-#: Takes modules and classes from timm before the package is imported, then lists what is registered and trains.
+#: Takes modules and classes from timm before the package is imported, then lists what is registered
+#: and trains.
 WITHOUT = """
 import json, sys, timm, torch, warnings
 for gone in sys.argv[1:]:
@@ -50,7 +51,17 @@ def of(*modules):
 
 
 def test_modules_that_timm_lacks_take_their_families_alone():
-    families = ("gemma4_vit", "tiny_vit", "vitamin", "tnt", "hiera", "nest", "beit", "eva", "mvitv2")
+    families = (
+        "gemma4_vit",
+        "tiny_vit",
+        "vitamin",
+        "tnt",
+        "hiera",
+        "nest",
+        "beit",
+        "eva",
+        "mvitv2",
+    )
     left, told = without(*families)
     lost = of(*(f"ewa.{family}" for family in families))
     assert len(lost) > 50
@@ -60,21 +71,31 @@ def test_modules_that_timm_lacks_take_their_families_alone():
 
 def test_classes_of_another_name_take_no_models():
     left, told = without(
-        *("gemma4_vit.Gemma4GatedMlp", "tiny_vit.NormMlp", "vitamin.GeGluMlp", "tnt.Block", "hiera.Hiera", "beit.Beit")
+        *(
+            "gemma4_vit.Gemma4GatedMlp",
+            "tiny_vit.NormMlp",
+            "vitamin.GeGluMlp",
+            "tnt.Block",
+            "hiera.Hiera",
+            "beit.Beit",
+        )
     )
     assert set(left) == set(registered_models())
     assert told == []
 
 
 @pytest.mark.parametrize(
-    ("module", "others"), [("pit", ["small_data"]), ("swin_transformer", ["small_data", "swin_moe"])]
+    ("module", "others"),
+    [("pit", ["small_data"]), ("swin_transformer", ["small_data", "swin_moe"])],
 )
 def test_models_with_names_of_their_own_are_missing_with_a_warning(module, others):
     left, told = without(module)
     assert set(left) == set(registered_models()) - of(f"ewa.{module}", *others)
     assert len(told) == len(others)
     for message, name in zip(told, others, strict=True):
-        assert message.startswith(f"The models of timm_moe.models.{name} are missing, as timm has changed: ")
+        assert message.startswith(
+            f"The models of timm_moe.models.{name} are missing, as timm has changed: "
+        )
 
 
 @pytest.fixture
@@ -99,24 +120,33 @@ def test_arguments_are_recorded_only_where_timm_does_not():
 
 
 def test_recorded_arguments_are_those_of_the_call_and_of_the_folder(older, tmp_path):
-    model = timm.create_model("vit_tiny_moe", num_experts=3, drop_path_rate=0.1, in_chans=None, **SMALL_VIT).eval()
+    model = timm.create_model(
+        "vit_tiny_moe", num_experts=3, drop_path_rate=0.1, in_chans=None, **SMALL_VIT
+    ).eval()
     stated = {"num_experts": 3, **SMALL_VIT}
     assert untold_args(model) == {**stated, "num_classes": model.num_classes}
     export_moe(model, tmp_path / "moe")
     config = json.loads((tmp_path / "moe/config.json").read_text())
     assert config["model_args"]["num_experts"] == 3
     assert config["pretrained_cfg"]["input_size"] == [3, 32, 32]
-    loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True, drop_rate=0.1).eval()
+    loaded = timm.create_model(
+        f"local-dir:{tmp_path / 'moe'}", pretrained=True, drop_rate=0.1
+    ).eval()
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(loaded(images), model(images))
     export_moe(loaded, tmp_path / "again")
-    assert json.loads((tmp_path / "again/config.json").read_text())["model_args"] == config["model_args"]
+    assert (
+        json.loads((tmp_path / "again/config.json").read_text())["model_args"]
+        == config["model_args"]
+    )
 
 
 def test_an_older_timm_is_told_the_size_that_a_model_has(older):
     grey = timm.create_model("vit_tiny_patch16_224", in_chans=1, **SMALL_VIT)
     dynamic = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **SMALL_VIT)
-    swin = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", img_size=64, embed_dim=12, depths=(1, 1, 1, 1))
+    swin = timm.create_model(
+        "swin_tiny_patch4_window7_224_ewa_moe", img_size=64, embed_dim=12, depths=(1, 1, 1, 1)
+    )
     assert model_input_size(grey) == (1, 32, 32)
     assert model_input_size(dynamic) == (3, 224, 224)
     assert model_input_size(swin) == (3, 64, 64)

@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.ci]
 
 VIT = dict(
     **dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, image_size=32, patch_size=8),
-    num_labels=5, hidden_dropout_prob=0.1,
-)  # fmt: skip
+    num_labels=5,
+    hidden_dropout_prob=0.1,
+)
 FULL = 0.75  # of 4 experts: a last averaging at this rate makes them equal
 
 
@@ -40,22 +41,46 @@ def native(kind, **options):
 def wrapped(folder, name, **options):
     """A timm model in transformers' wrapper, as AutoModel opens it."""
     torch.manual_seed(0)
-    export_moe(timm.create_model(name, **SMALL_VIT, **options), folder, {**OPTIONS, **options}, overwrite=True)
+    export_moe(
+        timm.create_model(name, **SMALL_VIT, **options),
+        folder,
+        {**OPTIONS, **options},
+        overwrite=True,
+    )
     return transformers.AutoModelForImageClassification.from_pretrained(folder)
 
 
-def trainer(model, folder, callbacks=None, trainer_class=transformers.Trainer, compute_loss_func=None, **options):
+def trainer(
+    model,
+    folder,
+    callbacks=None,
+    trainer_class=transformers.Trainer,
+    compute_loss_func=None,
+    **options,
+):
     model_init = options.pop("model_init", None)
     defaults = dict(
-        max_steps=4, per_device_train_batch_size=6, logging_steps=2, save_steps=2, save_strategy="steps",
-        report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
-    )  # fmt: skip
+        max_steps=4,
+        per_device_train_batch_size=6,
+        logging_steps=2,
+        save_steps=2,
+        save_strategy="steps",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        learning_rate=1e-2,
+    )
     args = transformers.TrainingArguments(str(folder), **{**defaults, **options})
     callbacks = [ExpertCallback()] if callbacks is None else callbacks
     return trainer_class(
-        model, args, train_dataset=Images(24), eval_dataset=Images(24), callbacks=callbacks,
-        compute_loss_func=compute_loss_func, model_init=model_init,
-    )  # fmt: skip
+        model,
+        args,
+        train_dataset=Images(24),
+        eval_dataset=Images(24),
+        callbacks=callbacks,
+        compute_loss_func=compute_loss_func,
+        model_init=model_init,
+    )
 
 
 MODELS = {
@@ -75,11 +100,15 @@ def test_resumed_it_is_the_uninterrupted_run(kind, router, tmp_path):
     whole = trainer(MODELS[kind](tmp_path / "model", router=router, **options), tmp_path / "whole")
     start = copy.deepcopy(whole.model.state_dict())
     whole.train()
-    resumed = trainer(MODELS[kind](tmp_path / "model", router=router, **options), tmp_path / "resumed")
+    resumed = trainer(
+        MODELS[kind](tmp_path / "model", router=router, **options), tmp_path / "resumed"
+    )
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
     for name, expected in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], expected), name
-    assert any(not torch.equal(start[name], tensor) for name, tensor in whole.model.state_dict().items())
+    assert any(
+        not torch.equal(start[name], tensor) for name, tensor in whole.model.state_dict().items()
+    )
     if router == "random":
         assert spread(whole.model) < 1e-6
         assert resumed.optimizer.param_groups[0]["ewa_updates"] == 4
@@ -107,7 +136,9 @@ class Recorder(transformers.TrainerCallback):
 def test_statistics_reach_every_log(tmp_path):
     recorder = Recorder()
     model = native("ViT", router="top_k", share_rate=0.5, share_schedule="constant")
-    run = trainer(model, tmp_path, [recorder, ExpertCallback()], eval_strategy="steps", eval_steps=2)
+    run = trainer(
+        model, tmp_path, [recorder, ExpertCallback()], eval_strategy="steps", eval_steps=2
+    )
     run.train()
     training = [logs for logs in recorder.logs if "loss" in logs]
     assert len(training) == 2
@@ -154,7 +185,12 @@ WAYS = {
 @pytest.mark.parametrize(
     ("kind", "way"),
     # the wrapper of timm's models takes no num_items_in_batch
-    [(kind, way) for kind in ("ViT", "timm") for way in WAYS if (kind, way) != ("timm", "a loss of its own")],
+    [
+        (kind, way)
+        for kind in ("ViT", "timm")
+        for way in WAYS
+        if (kind, way) != ("timm", "a loss of its own")
+    ],
 )
 def test_the_routers_losses_have_their_weight(kind, way, accumulation, tmp_path):
     model = MODELS[kind](tmp_path / "model", router="top_k", aux_loss_weight=3.0)
@@ -162,7 +198,9 @@ def test_the_routers_losses_have_their_weight(kind, way, accumulation, tmp_path)
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     reference = copy.deepcopy(model).train()
-    options = dict(max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0)
+    options = dict(
+        max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0
+    )
     sampling = dict(train_sampling_strategy="sequential", gradient_accumulation_steps=accumulation)
     run = trainer(model, tmp_path / "run", **options, **sampling, save_total_limit=1, **WAYS[way])
     logged = run.train().training_loss
@@ -175,14 +213,20 @@ def test_the_routers_losses_have_their_weight(kind, way, accumulation, tmp_path)
             torch.tensor([i["labels"] for i in items]),
         )
         logits = reference(pixels).logits
-        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing) + timm_moe.auxiliary_loss(reference)
+        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing) + timm_moe.auxiliary_loss(
+            reference
+        )
         (loss / accumulation).backward()
         expected += loss.item() / accumulation
     assert logged == pytest.approx(expected, rel=1e-5)
     with torch.no_grad():
-        for (name, trained), parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
+        for (name, trained), parameter in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
             if parameter.grad is not None:
-                torch.testing.assert_close(trained, parameter - 0.1 * parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+                torch.testing.assert_close(
+                    trained, parameter - 0.1 * parameter.grad, rtol=1e-4, atol=1e-6, msg=name
+                )
 
 
 class TwoViews(nn.Module):
@@ -228,25 +272,45 @@ def test_without_the_callback_trainer_is_what_it_was(tmp_path):
     run = trainer(native("ViT", router="top_k"), tmp_path, callbacks=[])
     with pytest.raises(RuntimeError, match="losses were not added"):
         run.train()
-    dense = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, intermediate_size=64))
+    dense = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**VIT, intermediate_size=64)
+    )
     run = trainer(dense, tmp_path, max_steps=2)  # with the callback, without experts
     run.train()
-    assert not any(name.startswith(("router/", "ewa/")) for logs in run.state.log_history for name in logs)
+    assert not any(
+        name.startswith(("router/", "ewa/")) for logs in run.state.log_history for name in logs
+    )
 
 
-@pytest.mark.parametrize(("name", "options"), [("vit_tiny_ewa_moe", []), ("vit_tiny_moe", ["--moe"])])
+@pytest.mark.parametrize(
+    ("name", "options"), [("vit_tiny_ewa_moe", []), ("vit_tiny_moe", ["--moe"])]
+)
 def test_a_checkpoint_folder_is_exported(name, options, tmp_path):
     run = trainer(wrapped(tmp_path / "model", name), tmp_path / "run", max_steps=2)
     run.train()
-    assert main(["export", *options, str(tmp_path / "run/checkpoint-2"), str(tmp_path / "exported")]) == 0
+    assert (
+        main(["export", *options, str(tmp_path / "run/checkpoint-2"), str(tmp_path / "exported")])
+        == 0
+    )
     exported = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True).eval()
     images = torch.randn(6, 3, 32, 32)
     assert torch.equal(exported(images), run.model.timm_model.eval()(images))
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
-    options = dict(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss")
-    run = trainer(native("ViT", router="top_k"), tmp_path, **options, greater_is_better=False, learning_rate=1.0)
+    options = dict(
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
+    run = trainer(
+        native("ViT", router="top_k"),
+        tmp_path,
+        **options,
+        greater_is_better=False,
+        learning_rate=1.0,
+    )
     run.train()
     best = native("ViT", router="top_k")
     load_experts(best, run.state.best_model_checkpoint)
@@ -259,11 +323,15 @@ def test_a_folder_with_other_expert_layers_is_refused(kind, tmp_path):
     """Its files have the names of an earlier version of transformers, for ViT."""
     native(kind, router="top_k", moe_layers="1").save_pretrained(tmp_path / "fewer")
     more = native(kind, router="top_k", moe_layers="0,1")
-    with pytest.raises(ValueError, match=r"has experts, but none in .*layers?\.0\.mlp.*: use its moe_layers"):
+    with pytest.raises(
+        ValueError, match=r"has experts, but none in .*layers?\.0\.mlp.*: use its moe_layers"
+    ):
         load_experts(more, tmp_path / "fewer")
     run = trainer(native(kind, router="top_k", moe_layers="1"), tmp_path / "run", max_steps=2)
     run.train()
-    with pytest.raises(ValueError, match=r"has experts, but none in .*layers?\.0\.mlp.*: use its moe_layers"):
+    with pytest.raises(
+        ValueError, match=r"has experts, but none in .*layers?\.0\.mlp.*: use its moe_layers"
+    ):
         trainer(more, tmp_path / "run", max_steps=4).train(resume_from_checkpoint=True)
 
 
@@ -300,11 +368,15 @@ class Scaled(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+        self.accelerator.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**127, backoff_factor=2.0**-60
+        )
 
 
 def test_skipped_steps_are_not_averaged(tmp_path):
-    run = trainer(native("ViT", share_rate=FULL, share_schedule="constant"), tmp_path, trainer_class=Scaled)
+    run = trainer(
+        native("ViT", share_rate=FULL, share_schedule="constant"), tmp_path, trainer_class=Scaled
+    )
     apart = spread(run.model)
     spreads = []
 
@@ -366,20 +438,31 @@ def test_nothing_is_left_after_an_interrupted_run(tmp_path):
 def test_only_the_models_own_files_are_loaded(tmp_path):
     model = native("ViT", router="top_k")
     model.save_pretrained(tmp_path)
-    save_file({"vit.embeddings.cls_token": torch.zeros(1, 1, 32)}, tmp_path / "model_ema.safetensors")
+    save_file(
+        {"vit.embeddings.cls_token": torch.zeros(1, 1, 32)}, tmp_path / "model_ema.safetensors"
+    )
     fresh = native("ViT", router="top_k")
     torch.nn.init.zeros_(fresh.vit.embeddings.cls_token)
     load_experts(fresh, tmp_path)
     assert torch.equal(fresh.vit.embeddings.cls_token, model.vit.embeddings.cls_token)
     model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     load_experts(fresh, tmp_path / "parts")
-    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True)
+    )
 
 
 def test_the_schedule_ends_with_a_run_that_accumulates_gradients(tmp_path):
     """Take 24 images in batches of 6, three to an update: two updates an epoch."""
     model = native("ViT", share_rate=FULL, share_schedule="linear")
-    run = trainer(model, tmp_path, max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=3, logging_steps=1)
+    run = trainer(
+        model,
+        tmp_path,
+        max_steps=-1,
+        num_train_epochs=2,
+        gradient_accumulation_steps=3,
+        logging_steps=1,
+    )
     run.train()
     rates = [logs["ewa/share_rate"] for logs in run.state.log_history if "loss" in logs]
     assert rates == pytest.approx([FULL * update / 4 for update in (1, 2, 3, 4)])

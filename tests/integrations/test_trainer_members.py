@@ -24,7 +24,9 @@ NAMES = {"vmoe_pbe_s32": EXPERTS, "vit_be_s32": {}, "vit_mimo_s32": {}, "vmoe_mi
 def wrapped(name):
     """A model in transformers' wrapper."""
     torch.manual_seed(0)
-    config = transformers.TimmWrapperConfig(architecture=name, model_args={**OPTIONS, **NAMES[name]}, num_labels=5)
+    config = transformers.TimmWrapperConfig(
+        architecture=name, model_args={**OPTIONS, **NAMES[name]}, num_labels=5
+    )
     model = transformers.TimmWrapperForImageClassification(config)
     nn.init.normal_(model.timm_model.head.weight)
     return model
@@ -67,9 +69,16 @@ def test_the_loss_is_the_mean_of_the_members(name, way, tmp_path, caplog):
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     data = [{"pixel_values": image, "labels": index % 5} for index, image in enumerate(images)]
     args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=1, per_device_train_batch_size=6, logging_steps=1, report_to="none", use_cpu=True,
-        disable_tqdm=True, save_strategy="no", label_smoothing_factor=options.get("label_smoothing_factor", 0.0),
-    )  # fmt: skip
+        str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=6,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        label_smoothing_factor=options.get("label_smoothing_factor", 0.0),
+    )
     trainer = transformers.Trainer(
         model,
         args,
@@ -82,7 +91,9 @@ def test_the_loss_is_the_mean_of_the_members(name, way, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "timm_moe"):
         trainer.train()
     ((shown, logits),) = seen
-    labels = torch.tensor([int((images == image).flatten(1).all(1).nonzero()) % 5 for image in shown])
+    labels = torch.tensor(
+        [int((images == image).flatten(1).all(1).nonzero()) % 5 for image in shown]
+    )
     assert logits.shape == (6, 2, 5)
     each = [criterion(of_member, labels) for of_member in logits.unbind(1)]
     expected = torch.stack(each).mean().item()

@@ -20,7 +20,8 @@ PIT = {"base_dims": (8, 8, 8), "depth": (2, 2, 2), "heads": (2, 4, 8), "num_clas
 XTINY = {"embed_dim": 24, "depth": 3, "num_heads": 2, "num_classes": 7}
 SPT_LSA = {"shifted_patches": True, "locality_attention": True}
 
-#: What is exported as a dense model that timm has without this package: name and options of the expert model.
+#: What is exported as a dense model that timm has without this package: name and options of the
+#: expert model.
 STOCK = {
     "vit": ("vit_tiny_ewa_moe", VIT),
     "naive": ("vit_tiny_moe", VIT),
@@ -29,7 +30,10 @@ STOCK = {
     "xtiny": ("vit_xtiny_ewa_moe", XTINY),
     "pit": ("pit_xs_32_ewa_moe", PIT),
     "swin": ("swin_tiny_patch2_window4_32_ewa_moe", SWIN),
-    "timm's swin": ("swin_tiny_patch4_window7_224_ewa_moe", {**SWIN, "img_size": 32, "window_size": 4}),
+    "timm's swin": (
+        "swin_tiny_patch4_window7_224_ewa_moe",
+        {**SWIN, "img_size": 32, "window_size": 4},
+    ),
     "vimoe": ("vimoe_s14", {**VIT, "img_size": 28, "patch_size": 14}),
     "pbe": ("vmoe_pbe_s32", {**VIT, "num_experts": 4}),
 }
@@ -50,14 +54,19 @@ EXPERTS = {
     "widenet": ("widenet_b", {**VIT, "mlp_ratio": 2, "official_compat": True, "routing_groups": 2}),
     "experts of pit": ("pit_xs_32_ewa_moe", {**PIT, **SPT_LSA}),
     "experts of swin": ("swin_tiny_patch2_window4_32_ewa_moe", SWIN),
-    "experts of timm's swin": ("swin_tiny_patch4_window7_224_ewa_moe", {**SWIN, "img_size": 32, "window_size": 4}),
+    "experts of timm's swin": (
+        "swin_tiny_patch4_window7_224_ewa_moe",
+        {**SWIN, "img_size": 32, "window_size": 4},
+    ),
 }
 NAMES = ["apple", "bear", "bee", "bee", "camel", "cattle", "fish"]
 NAMED = ("vit", "deit", "own pit", "routed")  # the classes of these have names
 PLAIN = [*STOCK, "deit", "changed"]
 PACKAGE = [*OWN, *EXPERTS]
 FIRST = ("vit", "grey", "deit", "own pit", "experts", "routed vimoe")
-KINDS = [pytest.param(kind, marks=[] if kind in FIRST else pytest.mark.ci) for kind in (*PLAIN, *PACKAGE)]
+KINDS = [
+    pytest.param(kind, marks=[] if kind in FIRST else pytest.mark.ci) for kind in (*PLAIN, *PACKAGE)
+]
 
 OPEN = """
 import json, sys, timm, torch
@@ -108,7 +117,12 @@ def _expert_model(kind):
 
 def _write(kind, folder):
     model = _randomize(_expert_model(kind)).eval()
-    cfg = {"mean": (0.2, 0.4, 0.6), "std": (0.3, 0.2, 0.1), "crop_pct": 0.8, "interpolation": "bilinear"}
+    cfg = {
+        "mean": (0.2, 0.4, 0.6),
+        "std": (0.3, 0.2, 0.1),
+        "crop_pct": 0.8,
+        "interpolation": "bilinear",
+    }
     if kind == "grey":
         cfg |= {"mean": (0.4,), "std": (0.2,)}
     set_pretrained_cfg(model, {**get_pretrained_cfg(model), **cfg})
@@ -125,7 +139,11 @@ def opened(request, tmp_path_factory):
     """A folder of each kind to be tested; transformers opens it in another process, with or without this package."""
     pytest.importorskip("transformers")
     torch.manual_seed(0)
-    wanted = {item.callspec.params["kind"] for item in request.session.items if "opened" in item.fixturenames}
+    wanted = {
+        item.callspec.params["kind"]
+        for item in request.session.items
+        if "opened" in item.fixturenames
+    }
     root = tmp_path_factory.mktemp("folders")
     Image.fromarray(load_sample_image("china.jpg")).resize((90, 70)).save(root / "picture.png")
     for environment, kinds in (("plain", PLAIN), ("package", PACKAGE)):
@@ -159,6 +177,9 @@ def test_transformers_opens_a_folder_and_timm_what_it_saves(opened, kind):
     if kind != "grey":  # transformers' pipeline makes every image a coloured one
         (answer,) = result["answer"]
         assert answer["label"] == names[model(pixels).argmax()]
-    configs = [json.loads((opened / kind / name).read_text()) for name in ("config.json", "saved/config.json")]
+    configs = [
+        json.loads((opened / kind / name).read_text())
+        for name in ("config.json", "saved/config.json")
+    ]
     assert configs[0]["timm_moe"] == configs[1]["timm_moe"]  # where it came from
     assert ("num_classes" in configs[0]) == ("num_classes" not in configs[0]["model_args"])

@@ -33,7 +33,11 @@ def compare(name, **compiled):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for path, expected in train(name).items():
         torch.testing.assert_close(
-            actual[path], expected, rtol=1e-3, atol=1e-5, msg=lambda text, path=path: f"{path}: {text}"
+            actual[path],
+            expected,
+            rtol=1e-3,
+            atol=1e-5,
+            msg=lambda text, path=path: f"{path}: {text}",
         )
 
 

@@ -45,7 +45,8 @@ def test_values_and_gradients_equal_the_reference(top_k, log_scale):
     y, expected = moe(x), reference(moe, x.view(-1, 5)).view_as(x)
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     found, gradients = (
-        torch.autograd.grad((out * wanted).sum(), tensors, materialize_grads=True) for out in (y, expected)
+        torch.autograd.grad((out * wanted).sum(), tensors, materialize_grads=True)
+        for out in (y, expected)
     )
     torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
     assert bool(found[-1].any()) == (log_scale < 9)  # a scale above 100 is held there
@@ -100,7 +101,11 @@ def test_an_option_of_every_model_routed_by_tokens():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vit_tiny_moe", dict(score="relu"), "score must be one of softmax, sigmoid, cosine, got 'relu'"),
+        (
+            "vit_tiny_moe",
+            dict(score="relu"),
+            "score must be one of softmax, sigmoid, cosine, got 'relu'",
+        ),
         ("vimoe_s14", dict(score="cosine"), "score='cosine' routes tokens without an ensemble"),
         ("vmoe_pbe_s32", dict(score="cosine"), "score='cosine' routes tokens without an ensemble"),
         ("vit_tiny_ewa_moe", dict(score="cosine"), "score is an option of router='top_k'"),

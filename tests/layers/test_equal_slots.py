@@ -38,11 +38,15 @@ def layers(draw):
     torch.manual_seed(draw(st.integers(0, 99)))
     network = NETWORKS[draw(st.sampled_from(sorted(NETWORKS)))]()
     if kind is None:
-        return EwaMlp(network, num_experts, "independent").double(), torch.randn(images, rows, WIDTH).double()
+        return EwaMlp(network, num_experts, "independent").double(), torch.randn(
+            images, rows, WIDTH
+        ).double()
     top_k = draw(st.integers(1, each))
     options = {"ensemble_size": members} if issubclass(kind, EnsembleRouter) else {}
     options["capacity_factor"] = draw(st.sampled_from([None, 0.4, 1.0, 1.5]))
-    router = kind(WIDTH, num_experts, top_k, capacity_multiple=draw(st.sampled_from([1, 4])), **options)
+    router = kind(
+        WIDTH, num_experts, top_k, capacity_multiple=draw(st.sampled_from([1, 4])), **options
+    )
     nn.init.normal_(router.weight)
     copies = top_k if kind is MultiHeadRouter else members if kind is EnsembleRouter else 1
     layer = MoeMlp(network, router, num_experts, "independent").double()
@@ -55,7 +59,9 @@ def values_and_gradients(layer, x):
     x = x.clone().requires_grad_()
     y = layer(x)
     (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
-    return {"y": y, "x": x.grad} | {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y, "x": x.grad} | {
+        name: parameter.grad for name, parameter in layer.named_parameters()
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,7 +73,9 @@ def test_values_and_gradients_are_those_without_unused_slots(case):
         actual = values_and_gradients(layer, x)
     assert {name for name, value in actual.items() if value is None} <= {"router.weight"}
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(
+            actual[name], value, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: name + text
+        )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 9])
@@ -82,7 +90,9 @@ def test_a_partition_is_the_same_and_its_unused_slots_get_no_gradient(rows):
         assert routing.capacity == -(-rows // 4)
         x_ND = dispatch_module.dispatch(x.requires_grad_(), routing)
         x_ND.retain_grad()
-        dispatch_module.combine(layer.run(x_ND, routing.offsets, routing.capacity), routing).sum().backward()
+        dispatch_module.combine(
+            layer.run(x_ND, routing.offsets, routing.capacity), routing
+        ).sum().backward()
     is_used_N = torch.zeros(len(x_ND), dtype=torch.bool)
     is_used_N[torch.arange(rows) if routing.slots is None else routing.slots.flatten()] = True
     assert (x_ND.grad[~is_used_N] == 0).all()
@@ -110,7 +120,9 @@ def test_inductor_compiles_a_partition(are_equal):
 def test_a_partition_is_exported_for_any_batch():
     shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
     layer = EwaMlp(Mlp(WIDTH, 12), 4, "independent")
-    exported = torch.export.export(layer, (torch.randn(4, 6, WIDTH),), dynamic_shapes=shapes, strict=False).module()
+    exported = torch.export.export(
+        layer, (torch.randn(4, 6, WIDTH),), dynamic_shapes=shapes, strict=False
+    ).module()
     assert exported(torch.randn(3, 6, WIDTH)).shape == (3, 6, WIDTH)
 
 
@@ -144,8 +156,22 @@ def test_a_layer_computes_a_routing_once():
     """Kernels of a forward and backward pass, for which a GPU waits; today's numbers, which may fall."""
     layers = {
         "EWA": (EwaMlp(Mlp(WIDTH, 12), 4), 15),
-        "top-1": (MoeMlp(Mlp(WIDTH, 12), TopKRouter(WIDTH, 4, 1, capacity_factor=1.0, loss_weights=BALANCE), 4), 50),
-        "top-2": (MoeMlp(Mlp(WIDTH, 12), TopKRouter(WIDTH, 4, 2, capacity_factor=1.0, loss_weights=BALANCE), 4), 58),
+        "top-1": (
+            MoeMlp(
+                Mlp(WIDTH, 12),
+                TopKRouter(WIDTH, 4, 1, capacity_factor=1.0, loss_weights=BALANCE),
+                4,
+            ),
+            50,
+        ),
+        "top-2": (
+            MoeMlp(
+                Mlp(WIDTH, 12),
+                TopKRouter(WIDTH, 4, 2, capacity_factor=1.0, loss_weights=BALANCE),
+                4,
+            ),
+            58,
+        ),
     }
     for name, (layer, most) in layers.items():
         x = torch.randn(2, 8, WIDTH, requires_grad=True)
@@ -153,15 +179,34 @@ def test_a_layer_computes_a_routing_once():
             y = layer(x)
             records = getattr(layer.router, "records", [])
             torch.autograd.backward(
-                [y, *(record.weighted_loss for record in records)], [x.detach(), *ONE[: len(records)]]
+                [y, *(record.weighted_loss for record in records)],
+                [x.detach(), *ONE[: len(records)]],
             )
         assert kernels.number <= most, name
 
 
 BALANCE, ONE = {"balance": 0.01}, [torch.ones(())]
 #: Operators that start no kernel.
-VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "squeeze", "t", "transpose",
-         "unsqueeze", "view", "_unsafe_view", "empty", "empty_like", "new_empty", "promote_types"}  # fmt: skip
+VIEWS = {
+    "alias",
+    "as_strided",
+    "detach",
+    "expand",
+    "permute",
+    "select",
+    "slice",
+    "split",
+    "squeeze",
+    "t",
+    "transpose",
+    "unsqueeze",
+    "view",
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "promote_types",
+}
 
 
 class Kernels(TorchDispatchMode):
@@ -175,7 +220,10 @@ class Kernels(TorchDispatchMode):
 
 
 def test_second_derivatives():
-    layer, x = EwaMlp(Mlp(WIDTH, 4), 3).double(), torch.randn(7, WIDTH, dtype=torch.float64, requires_grad=True)
+    layer, x = (
+        EwaMlp(Mlp(WIDTH, 4), 3).double(),
+        torch.randn(7, WIDTH, dtype=torch.float64, requires_grad=True),
+    )
     with equal_slots():
 
         def run(x):
@@ -192,7 +240,9 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        is_copy = operator.overloadpacket is torch.ops.aten._to_copy and args[0].is_cuda != result.is_cuda
+        is_copy = (
+            operator.overloadpacket is torch.ops.aten._to_copy and args[0].is_cuda != result.is_cuda
+        )
         self.number += is_copy or operator.overloadpacket is torch.ops.aten._local_scalar_dense
         return result
 
@@ -227,15 +277,34 @@ def cuda_autocast(dtype):
 #: Waits of each expert layer in a forward pass of training, and in one of eval mode.
 MODELS = {
     "vit_xtiny_ewa_moe": (dict(num_experts=3), 0, 0),
-    "swin_tiny_patch2_window4_32_ewa_moe": (dict(embed_dim=16, depths=(1, 1), num_heads=(2, 2), num_experts=3), 0, 0),
+    "swin_tiny_patch2_window4_32_ewa_moe": (
+        dict(embed_dim=16, depths=(1, 1), num_heads=(2, 2), num_experts=3),
+        0,
+        0,
+    ),
     "widenet_b": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2), 0, 1),
     "vmoe_s32": (dict(img_size=64, embed_dim=32, depth=4, num_heads=2), 0, 1),
     "vmoe_pbe_s32": (dict(img_size=64, embed_dim=32, depth=4, num_heads=2), 0, 1),
     "vimoe_s14_shared": (dict(img_size=28, embed_dim=32, depth=2, num_heads=2), 1, 1),
-    "vit_tiny_moe": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2, top_k=2, capacity_factor=4.0), 1, 1),
-    "soft_moe_s16": (dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_experts=3, moe_layers="every-2"), 0, 0),
+    "vit_tiny_moe": (
+        dict(img_size=32, embed_dim=32, depth=2, num_heads=2, top_k=2, capacity_factor=4.0),
+        1,
+        1,
+    ),
+    "soft_moe_s16": (
+        dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_experts=3, moe_layers="every-2"),
+        0,
+        0,
+    ),
     "vit_tiny_ewa_moe": (
-        dict(img_size=32, embed_dim=32, depth=2, num_heads=2, router="expert_choice", capacity_factor=2.0),
+        dict(
+            img_size=32,
+            embed_dim=32,
+            depth=2,
+            num_heads=2,
+            router="expert_choice",
+            capacity_factor=2.0,
+        ),
         0,
         0,
     ),
@@ -266,14 +335,30 @@ def test_waits_of_a_forward_pass(name, amp):
 
 def test_operators_of_a_gpu_and_their_backward_formulas_read_nothing():
     with FakeTensorMode(), Waits() as waits:
-        x, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((12, 16), (3, 8, 16)))
+        x, weight = (
+            torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+            for shape in ((12, 16), (3, 8, 16))
+        )
         bias = torch.empty(3, 8, dtype=torch.bfloat16, device="cuda")
         runs = grouped.runs_by_offsets(torch.empty(3, dtype=torch.long, device="cuda"), 12)
         y = grouped._linear_by_offsets(x, weight, bias, *runs)
         product, total = grouped._outer_by_offsets(y, x, True, *runs)
-        linear = SimpleNamespace(saved_tensors=(x, weight, *runs), needs_input_grad=(True, True, True))
-        outer = SimpleNamespace(saved_tensors=(y, x, *runs), needs_input_grad=(True, True), with_sum=True)
-        gradients = [*grouped._Linear.backward(linear, y)[:3], *grouped._Outer.backward(outer, product, total)[:2]]
+        linear = SimpleNamespace(
+            saved_tensors=(x, weight, *runs), needs_input_grad=(True, True, True)
+        )
+        outer = SimpleNamespace(
+            saved_tensors=(y, x, *runs), needs_input_grad=(True, True), with_sum=True
+        )
+        gradients = [
+            *grouped._Linear.backward(linear, y)[:3],
+            *grouped._Outer.backward(outer, product, total)[:2],
+        ]
     assert [tuple(tensor.shape) for tensor in (y, product, total)] == [(12, 8), (3, 8, 16), (3, 8)]
-    assert [tuple(tensor.shape) for tensor in gradients] == [(12, 16), (3, 8, 16), (3, 8), (12, 8), (12, 16)]
+    assert [tuple(tensor.shape) for tensor in gradients] == [
+        (12, 16),
+        (3, 8, 16),
+        (3, 8),
+        (12, 8),
+        (12, 16),
+    ]
     assert waits.number == 0

@@ -20,7 +20,10 @@ def reference(moe, rows):
     router, experts = moe.router, moe.num_experts
     gates = [list((router.weight @ row).softmax(0)) for row in rows]
     capacity = min(round(len(rows) * router.capacity_factor / experts), len(rows))
-    takes = [sorted(range(len(rows)), key=lambda s: -gates[s][e].item())[:capacity] for e in range(experts)]
+    takes = [
+        sorted(range(len(rows)), key=lambda s: -gates[s][e].item())[:capacity]
+        for e in range(experts)
+    ]
     outputs = []
     for s, row in enumerate(rows):
         takers = [e for e in range(experts) if s in takes[e]]
@@ -43,7 +46,9 @@ def reference(moe, rows):
     gate_mode=st.sampled_from(["prob", "renorm"]),
 )
 @settings(max_examples=20)
-def test_values_and_gradients_equal_the_reference(groups, group_images, tokens, num_experts, **options):
+def test_values_and_gradients_equal_the_reference(
+    groups, group_images, tokens, num_experts, **options
+):
     moe = layer(num_experts=num_experts, group_images=group_images, **options)
     x = torch.randn(groups * group_images, tokens, 5, dtype=torch.float64, requires_grad=True)
     wanted = torch.randn_like(x)
@@ -52,7 +57,8 @@ def test_values_and_gradients_equal_the_reference(groups, group_images, tokens, 
     y = moe(x)
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     found, gradients = (
-        torch.autograd.grad((out * wanted).sum(), tensors, materialize_grads=True) for out in (y, expected)
+        torch.autograd.grad((out * wanted).sum(), tensors, materialize_grads=True)
+        for out in (y, expected)
     )
     torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
 
@@ -81,7 +87,9 @@ def test_bad_input_is_refused():
         layer(num_experts=4, capacity_factor=0.1)(torch.randn(1, 4, 5, dtype=torch.float64))
     moe = layer(group_images=2)
     x = torch.randn(3, 4, 5, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"group_images=2 does not divide the batch of 3 images; 1, 3 would\."):
+    with pytest.raises(
+        ValueError, match=r"group_images=2 does not divide the batch of 3 images; 1, 3 would\."
+    ):
         moe(x)
     assert moe.eval()(x).shape == x.shape
 
@@ -97,5 +105,8 @@ def test_values_and_gradients_equal_vmoe(golden, factor):
     torch.testing.assert_close(y, case[f"c{factor}_y"], rtol=1e-9, atol=1e-9)
     gradients = torch.autograd.grad((y * case["wanted"]).sum(), [x, moe.router.weight])
     torch.testing.assert_close(
-        list(gradients), [case[f"c{factor}_grad_x"], case[f"c{factor}_grad_kernel"].T], rtol=1e-9, atol=1e-9
+        list(gradients),
+        [case[f"c{factor}_grad_x"], case[f"c{factor}_grad_kernel"].T],
+        rtol=1e-9,
+        atol=1e-9,
     )

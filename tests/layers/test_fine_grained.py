@@ -86,7 +86,14 @@ def reference_part(ffn, last, number, parts):
 
 
 def layer_of(ffn, num_experts, width, layer_class=MoeMlp, top_k=1, **options):
-    router = TopKRouter(WIDTH, num_experts, top_k, gate_mode="one", capacity_factor=None, loss_weights={"balance": 1})
+    router = TopKRouter(
+        WIDTH,
+        num_experts,
+        top_k,
+        gate_mode="one",
+        capacity_factor=None,
+        loss_weights={"balance": 1},
+    )
     return layer_class(ffn, router, num_experts, expert_width=width, **options).double().eval()
 
 
@@ -104,7 +111,11 @@ def close(actual, expected):
 )
 def test_expert_e_is_part_e_of_the_dense_network(name, parts, units, width, num_experts):
     ffn, last = network(name, parts * units, width), FFNS[name][1]
-    layer = MoeMlp(ffn, ImageRouter(width, num_experts), num_experts, expert_width=1 / parts).double().eval()
+    layer = (
+        MoeMlp(ffn, ImageRouter(width, num_experts), num_experts, expert_width=1 / parts)
+        .double()
+        .eval()
+    )
     x = torch.randn(3, width, dtype=torch.float64)
     for number, expert in enumerate(layer.each()):
         close(expert(x), reference_part(ffn, last, number % parts, parts)(x))
@@ -120,7 +131,9 @@ def test_all_parts_of_one_copy_are_the_dense_network(name, parts):
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     copy_T = torch.arange(10) % 3
     routing = routing_to(
-        copy_T[:, None] * parts + torch.arange(parts), torch.ones(10, parts, dtype=torch.float64), 3 * parts
+        copy_T[:, None] * parts + torch.arange(parts),
+        torch.ones(10, parts, dtype=torch.float64),
+        3 * parts,
     )
     for mode in (True, False):  # the dropout of torchvision's network is off
         layer.train(mode and name != "torchvision's MLP")
@@ -137,12 +150,19 @@ def test_a_shared_expert_is_the_first_part(name):
     x = torch.randn(7, WIDTH, dtype=torch.float64)
     first = reference_part(ffn, FFNS[name][1], 0, 4)
     close(layer(x), ffn(x) + first(x))
-    sizes = [(m.in_features, m.out_features) for m in layer.shared.modules() if isinstance(m, nn.Linear)]
-    assert sizes == [m.weight.shape[::-1] for m in layer.shared.modules() if isinstance(m, nn.Linear)]
+    sizes = [
+        (m.in_features, m.out_features) for m in layer.shared.modules() if isinstance(m, nn.Linear)
+    ]
+    assert sizes == [
+        m.weight.shape[::-1] for m in layer.shared.modules() if isinstance(m, nn.Linear)
+    ]
     if name != "swapped":  # "zero_out" takes the layer that is named last
         zero = layer_of(ffn, 4, 0.25, SharedExpertMlp, top_k=4, shared_init="zero_out")
         close(zero(x), ffn(x))
-    for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)) if name != "swapped" else layer):
+    for made in (
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)) if name != "swapped" else layer,
+    ):
         close(made(x), ffn(x) + first(x))
 
 
@@ -173,7 +193,9 @@ def test_dense_weights_that_are_loaded_later_are_cut_too(name, layer_class):
 def test_another_dense_width_is_refused():
     layer = layer_of(network("Mlp", 8), 4, 0.25)
     with pytest.raises(RuntimeError, match=r"size mismatch for fc1.weight"):
-        layer.load_state_dict({**network("Mlp", 2).state_dict(), **layer.router.state_dict(prefix="router.")})
+        layer.load_state_dict(
+            {**network("Mlp", 2).state_dict(), **layer.router.state_dict(prefix="router.")}
+        )
     with pytest.raises(ValueError, match=r"8 experts in fc1\.weight, the model has 4"):
         layer.load_state_dict(layer_of(network("Mlp", 8), 8, 0.25).state_dict())
 
@@ -215,7 +237,9 @@ def test_a_shared_part_counts_as_one_more_expert_of_its_units(name):
 def test_parts_that_are_left_over_do_not_join():
     layer = layer_of(network("Mlp", 8), 6, 0.25)
     assert layer(torch.randn(3, WIDTH, dtype=torch.float64)).isfinite().all()
-    with pytest.raises(ValueError, match=r"6 experts of 1/4 of the hidden width .* num_experts .* multiple of 4\."):
+    with pytest.raises(
+        ValueError, match=r"6 experts of 1/4 of the hidden width .* num_experts .* multiple of 4\."
+    ):
         layer.stacked_weights()
 
 
@@ -249,10 +273,16 @@ def test_drop_redraws_the_same_half_of_an_experts_units_in_all_matrices(name, pa
                 deviations = (redrawn - replaced.mean()) / replaced.std()
                 assert deviations.mean().abs() < 5 / len(redrawn) ** 0.5
                 assert (deviations.std() - 1).abs() < 5 / (2 * len(redrawn)) ** 0.5
-                assert torch.corrcoef(torch.stack([redrawn, replaced]))[0, 1].abs() < 5 / len(redrawn) ** 0.5
+                assert (
+                    torch.corrcoef(torch.stack([redrawn, replaced]))[0, 1].abs()
+                    < 5 / len(redrawn) ** 0.5
+                )
     assert all(torch.equal(one, kept[0]) for one in kept)
-    assert len({tuple(row.tolist()) for row in kept[0]}) == 8  # other units for each expert, the first too
-    assert torch.equal(ffn.get_parameter(f"{last}.weight"), dict(ffn.named_parameters())[f"{last}.weight"])
+    # Other units for each expert, the first too.
+    assert len({tuple(row.tolist()) for row in kept[0]}) == 8
+    assert torch.equal(
+        ffn.get_parameter(f"{last}.weight"), dict(ffn.named_parameters())[f"{last}.weight"]
+    )
 
 
 @pytest.mark.parametrize("layer_class", [MoeMlp, SharedExpertMlp, EwaMlp])
@@ -286,10 +316,14 @@ def test_drop_happens_on_every_road(layer_class):
 
 
 def test_drop_of_a_single_unit_and_of_weights_without_values():
-    layer = MoeMlp(network("Mlp", 3), TopKRouter(WIDTH, 4), 4, expert_init="drop", expert_width=1 / 3).double()
+    layer = MoeMlp(
+        network("Mlp", 3), TopKRouter(WIDTH, 4), 4, expert_init="drop", expert_width=1 / 3
+    ).double()
     assert layer(torch.randn(2, WIDTH, dtype=torch.float64)).isfinite().all()
     with torch.device("meta"):
-        made = SharedExpertMlp(Mlp(8, 16), TopKRouter(8, 4), 4, expert_init="drop", expert_width=0.5)
+        made = SharedExpertMlp(
+            Mlp(8, 16), TopKRouter(8, 4), 4, expert_init="drop", expert_width=0.5
+        )
         assert made.fc1.weight.is_meta
         assert made.fc1.weight.shape == (4, 8, 8)
         made.load_state_dict(Mlp(8, 16).state_dict())
@@ -305,8 +339,15 @@ def test_drop_of_a_single_unit_and_of_weights_without_values():
         (float("nan"), "expert_width must be a number above 0, got nan"),
         (0.3, "expert_width must be 1 divided by a whole number, such as 0.5 or 0.25, got 0.3"),
         (2, "expert_width must be 1 divided by a whole number, such as 0.5 or 0.25, got 2"),
-        (0.2, "expert_width=0.2 cannot divide the hidden width of 12 into 5 equal parts: take 1 / M with an M"),
-        (1e-9, "expert_width=1e-09 cannot divide the hidden width of 12 into 1000000000 equal parts"),
+        (
+            0.2,
+            "expert_width=0.2 cannot divide the hidden width of 12 into 5 equal parts: take 1 / M "
+            "with an M",
+        ),
+        (
+            1e-9,
+            "expert_width=1e-09 cannot divide the hidden width of 12 into 1000000000 equal parts",
+        ),
     ],
 )
 def test_bad_widths(width, message):

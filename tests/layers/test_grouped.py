@@ -53,14 +53,17 @@ def tensors(sizes, width=3, height=5, dtype=torch.float64, bias=True, after=1):
     dtype=st.sampled_from(list(TOLERANCE)),
     compiled=st.booleans(),
 )
-def test_values_and_gradients_are_those_of_single_rows(sizes, after, width, height, bias, dtype, compiled):
+def test_values_and_gradients_are_those_of_single_rows(
+    sizes, after, width, height, bias, dtype, compiled
+):
     x, weight, bias, end = tensors(sizes, width, height, dtype, bias, after)
     inputs = [t for t in (x, weight, bias) if t is not None]
     with pytest.MonkeyPatch.context() as patch:
         if compiled:  # the road alone
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         y = grouped_linear(x, weight, bias, Runs(end))
-        expected = slow_linear(x, weight, bias, end) + 0 * sum(t.sum() for t in inputs)  # all take part
+        # All take part.
+        expected = slow_linear(x, weight, bias, end) + 0 * sum(t.sum() for t in inputs)
         tolerance = dict(rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         torch.testing.assert_close(y, expected, **tolerance)
         assert (y[sum(sizes) :] == 0).all()
@@ -81,8 +84,12 @@ def test_derivatives_of_every_order(bias):
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
     vectors = torch.randn_like(weight[..., 0]).requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda vectors: spread_over_rows(vectors, Runs(end), 7), vectors)
-    assert torch.autograd.gradgradcheck(lambda *a: torch.ops.timm_moe.grouped_linear(*a, None, end), inputs[:2])
+    assert torch.autograd.gradgradcheck(
+        lambda vectors: spread_over_rows(vectors, Runs(end), 7), vectors
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda *a: torch.ops.timm_moe.grouped_linear(*a, None, end), inputs[:2]
+    )
 
 
 def test_forward_mode_is_an_error_and_not_zero():
@@ -96,7 +103,10 @@ def test_forward_mode_is_an_error_and_not_zero():
 
     torch.testing.assert_close(torch.func.grad(loss)(weight, x), torch.func.grad(slow)(weight, x))
     for with_gradients in (True, False):
-        with torch.set_grad_enabled(with_gradients), pytest.raises(NotImplementedError, match="forward mode AD"):
+        with (
+            torch.set_grad_enabled(with_gradients),
+            pytest.raises(NotImplementedError, match="forward mode AD"),
+        ):
             torch.func.jvp(lambda x: loss(weight, x), (x,), (x,))
 
 
@@ -116,7 +126,10 @@ def test_autocast_and_dtypes_as_a_linear_layer():
     with torch.autocast("cpu", torch.bfloat16):
         y = grouped_linear(x, weight, bias, Runs(end))
         assert y.dtype == F.linear(x, weight[0], bias[0]).dtype == torch.bfloat16
-        assert grouped_linear(*(t.double() for t in (x, weight, bias)), Runs(end)).dtype == torch.float64
+        assert (
+            grouped_linear(*(t.double() for t in (x, weight, bias)), Runs(end)).dtype
+            == torch.float64
+        )
     y.float().sum().backward()
     assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
     for wrong in (weight.double(), weight[..., :2]):
@@ -131,22 +144,34 @@ def test_what_a_gpu_would_run(sizes, after):
     runs, by_offsets = Runs(end), grouped.runs_by_offsets(end, len(x))
     with_bias = grouped_linear(x, weight, bias, runs)
     tolerance = dict(rtol=TOLERANCE[torch.bfloat16], atol=TOLERANCE[torch.bfloat16])
-    for arguments in ((x, weight, bias), (x, weight, None), (with_bias, weight.transpose(1, 2), None)):
+    for arguments in (
+        (x, weight, bias),
+        (x, weight, None),
+        (with_bias, weight.transpose(1, 2), None),
+    ):
         torch.testing.assert_close(
             grouped_linear(*arguments, by_offsets), grouped_linear(*arguments, runs), **tolerance
         )
     for with_sum in (True, False):
-        got, expected = (grouped._outer(with_bias, x, with_sum, *each.tensors()) for each in (by_offsets, runs))
+        got, expected = (
+            grouped._outer(with_bias, x, with_sum, *each.tensors()) for each in (by_offsets, runs)
+        )
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, **tolerance)
-    assert torch.equal(spread_over_rows(bias, by_offsets, len(x)), spread_over_rows(bias, runs, len(x)))
-    got, expected = (grouped._outer(with_bias, x[:, :0], True, *each.tensors()) for each in (by_offsets, runs))
+    assert torch.equal(
+        spread_over_rows(bias, by_offsets, len(x)), spread_over_rows(bias, runs, len(x))
+    )
+    got, expected = (
+        grouped._outer(with_bias, x[:, :0], True, *each.tensors()) for each in (by_offsets, runs)
+    )
     torch.testing.assert_close(got, expected, **tolerance)
 
 
 def test_operators_that_read_nothing_may_be_in_cuda_graphs():
     tags = {name: getattr(torch.ops.timm_moe, name).default.tags for name in OPERATORS}
-    assert {name for name, found in tags.items() if torch.Tag.cudagraph_unsafe in found} == set(OPERATORS[:2])
+    assert {name for name, found in tags.items() if torch.Tag.cudagraph_unsafe in found} == set(
+        OPERATORS[:2]
+    )
 
 
 OPERATORS = ("grouped_linear", "grouped_outer", "linear_by_offsets", "outer_by_offsets")
@@ -313,14 +338,20 @@ def test_a_network_over_all_rows_is_one_for_each_expert(name, dtype):
     got = outcome(layer, x)
     object.__setattr__(layer, "_grouped", None)
     for a, b in zip(got, outcome(layer, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * b.abs().max().item())
+        torch.testing.assert_close(
+            a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * b.abs().max().item()
+        )
 
 
-@pytest.mark.parametrize("name", ["SwiGLU with a norm", "scaled", "over its norm", "PReLU", "by its weight"])
+@pytest.mark.parametrize(
+    "name", ["SwiGLU with a norm", "scaled", "over its norm", "PReLU", "by its weight"]
+)
 def test_compiled_as_one_graph(name):
     layer, x = layer_of(name), torch.randn(3, 7, 8)
     expected = outcome(layer, x)
-    for a, b in zip(outcome(torch.compile(layer, fullgraph=True, backend="aot_eager"), x), expected, strict=True):
+    for a, b in zip(
+        outcome(torch.compile(layer, fullgraph=True, backend="aot_eager"), x), expected, strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -336,7 +367,11 @@ def test_compiled_experts_that_compute_every_row_say_so_once(make):
         warnings.simplefilter("always")
         for _ in range(3):
             compiled(torch.randn(3, 7, 8))
-    said = [str(warning.message) for warning in caught if "every expert computes every row" in str(warning.message)]
+    said = [
+        str(warning.message)
+        for warning in caught
+        if "every expert computes every row" in str(warning.message)
+    ]
     assert len(said) == (make is Silent)
 
 
@@ -428,7 +463,9 @@ def test_a_training_step_as_one_graph_for_any_batch(name, are_equal):
 def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name):
     model = family(name).eval()
     shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
-    exported = torch.export.export(model, (torch.randn(4, 3, 32, 32),), dynamic_shapes=shapes, strict=False).module()
+    exported = torch.export.export(
+        model, (torch.randn(4, 3, 32, 32),), dynamic_shapes=shapes, strict=False
+    ).module()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for images in (torch.randn(4, 3, 32, 32), torch.randn(6, 3, 32, 32)):
@@ -436,7 +473,9 @@ def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name):
             torch.testing.assert_close(compiled(images), model(images))
 
 
-@pytest.mark.parametrize("name", ["top-2, capacity", *sorted(FAMILIES.keys() - {"top-2, capacity"})])
+@pytest.mark.parametrize(
+    "name", ["top-2, capacity", *sorted(FAMILIES.keys() - {"top-2, capacity"})]
+)
 def test_no_count_is_read_in_eager_mode(name):
     """Nobody can read a number of a tensor on the meta device."""
     model = family(name).to("meta")

@@ -22,7 +22,11 @@ class Own(nn.Module):
     def __init__(self, width, hidden, act_layer=nn.GELU):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
-        self.fc1, self.act, self.fc2 = nn.Linear(width, hidden), act_layer(), nn.Linear(hidden, width)
+        self.fc1, self.act, self.fc2 = (
+            nn.Linear(width, hidden),
+            act_layer(),
+            nn.Linear(hidden, width),
+        )
 
     def forward(self, x):
         return self.fc2(self.act(self.fc1(x * self.scale)))
@@ -72,7 +76,9 @@ def test_weights_that_accelerate_keeps_elsewhere(kind, where, x, tmp_path):
     else:
         places = {"0": "cpu", **{f"1.{name}": "disk" for name, _ in model[1].named_children()}}
         places |= {f"1.{name}": "cpu" for name, _ in model[1].named_parameters(recurse=False)}
-        accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+        accelerate.dispatch_model(
+            model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+        )
     if where != "blocks":
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     for _ in range(2):
@@ -103,7 +109,9 @@ def test_experts_are_trained_through_what_computes_them(kind, how, x):
     layer = layer_of(kind)
     COMPUTED[how](layer.fc1)
     sources = [
-        parameter for name, parameter in layer.named_parameters() if name.startswith("fc1") and "bias" not in name
+        parameter
+        for name, parameter in layer.named_parameters()
+        if name.startswith("fc1") and "bias" not in name
     ]
     before, first = [source.detach().clone() for source in sources], output(layer, x)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
@@ -128,13 +136,17 @@ def test_computed_experts_become_dense_as_they_are_now(how, training, x):
     optimizer.step()  # what hooks have set is older than this
     dense = timm_moe.to_dense(model).eval()
     torch.testing.assert_close(dense(x), model.eval()(x))
-    assert [type(module) for module in dense[1].modules()] == [type(module) for module in Mlp(8, 12).modules()]
+    assert [type(module) for module in dense[1].modules()] == [
+        type(module) for module in Mlp(8, 12).modules()
+    ]
 
 
 def test_shared_expert_that_is_computed_is_not_left_out():
     model = nn.Sequential(nn.LayerNorm(8), layer_of("shared"))
     prune.l1_unstructured(model[1].shared.fc1, "weight", 0.5)
-    with pytest.raises(ValueError, match=r"shared\.fc1 of the experts in blocks\.1\.mlp .*prune\.remove"):
+    with pytest.raises(
+        ValueError, match=r"shared\.fc1 of the experts in blocks\.1\.mlp .*prune\.remove"
+    ):
         timm_moe.to_dense(model)
 
 
@@ -143,8 +155,12 @@ def test_hooks_of_what_holds_weights(kind, x):
     layer, seen = layer_of(kind).train(), []
     expected = output(copy.deepcopy(layer), x)
     layer.fc1.register_forward_pre_hook(lambda module, args: seen.append(("before", *args[0])))
-    layer.fc1.register_forward_hook(lambda module, args, weights: seen.append(("after", len(weights))))
-    layer.fc1.register_full_backward_hook(lambda module, before, after: seen.append(("backward", len(after))))
+    layer.fc1.register_forward_hook(
+        lambda module, args, weights: seen.append(("after", len(weights)))
+    )
+    layer.fc1.register_full_backward_hook(
+        lambda module, before, after: seen.append(("backward", len(after)))
+    )
     y = output(layer, x)
     assert torch.equal(y, expected)
     y.square().sum().backward()
@@ -156,7 +172,9 @@ def test_hooks_of_what_holds_weights(kind, x):
 def test_a_hook_may_change_the_weights(kind, training, x):
     layer = layer_of(kind).train(training)
     changed = copy.deepcopy(layer)
-    changed.fc1.register_forward_hook(lambda module, args, weights: [2 * weight for weight in weights])
+    changed.fc1.register_forward_hook(
+        lambda module, args, weights: [2 * weight for weight in weights]
+    )
     with torch.no_grad():
         for parameter in layer.fc1.parameters():
             parameter.mul_(2)
@@ -203,14 +221,17 @@ REPLACED = [by_name, by_a_walk, by_torch_itself, with_weights]
 def test_a_replaced_activation_is_computed(kind, replace, training, x):
     layer, expected = layer_of(kind).train(training), layer_of(kind, nn.ReLU).train(training)
     if kind == "shared":
-        expected.shared.act = nn.ReLU() if replace is by_a_walk else nn.GELU()  # a network by itself
+        # A network by itself.
+        expected.shared.act = nn.ReLU() if replace is by_a_walk else nn.GELU()
     before = output(layer, x)
     replace(layer)
     y = output(layer, x)
     assert not torch.allclose(y, before)
     torch.testing.assert_close(y, output(expected, x))
     torch.testing.assert_close(output(pickle.loads(pickle.dumps(copy.deepcopy(layer))), x), y)
-    assert type(layer.to_ffn({name: w[0] for name, w in layer.stacked_weights().items()}).act) is type(layer.act)
+    assert type(
+        layer.to_ffn({name: w[0] for name, w in layer.stacked_weights().items()}).act
+    ) is type(layer.act)
     if replace is not by_a_walk:
         layer.act = nn.GELU()
         assert torch.equal(output(layer, x), before)
@@ -228,7 +249,9 @@ def test_a_replaced_activation_is_compiled_traced_and_exported(kind, x):
     compiled.act = nn.Tanh()
     assert not torch.allclose(compiled(x), expected)
     torch.testing.assert_close(torch.jit.trace(layer, x)(x), expected)
-    torch.testing.assert_close(torch.export.export(copy.deepcopy(layer), (x,)).module()(x), expected)
+    torch.testing.assert_close(
+        torch.export.export(copy.deepcopy(layer), (x,)).module()(x), expected
+    )
 
 
 def test_a_replaced_activation_reaches_the_dense_model():
@@ -260,11 +283,15 @@ def test_nothing_is_made_of_weights_that_are_elsewhere(tmp_path):
     partly.blocks[1].mlp.to("meta")
     for model in (offloaded, partly, copy.deepcopy(plain).to("meta")):
         if not model.head.weight.is_meta or model is offloaded:
-            with pytest.raises(ValueError, match=r"has no values here.*remove_hook_from_submodules"):
+            with pytest.raises(
+                ValueError, match=r"has no values here.*remove_hook_from_submodules"
+            ):
                 timm_moe.to_dense(model)
         with pytest.raises(ValueError, match="has no values here"):
             timm_moe.export_dense(model, tmp_path / "dense")
-    with pytest.raises(ValueError, match=r"blocks\.0\.mlp.fc1 has a forward bound to it.*remove_hook"):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.mlp.fc1 has a forward bound to it.*remove_hook"
+    ):
         timm_moe.convert_to_moe(offloaded, moe_layers="0")
     accelerate.hooks.remove_hook_from_submodules(offloaded)
     images = torch.randn(2, 3, SMALL_VIT["img_size"], SMALL_VIT["img_size"])
@@ -282,9 +309,17 @@ def test_experts_without_values_give_no_outputs(kind, training, x):
 
 
 def test_operators_refuse_tensors_of_two_devices():
-    x, weight, bias, end = torch.randn(5, 8), torch.randn(2, 6, 8), torch.randn(2, 6), torch.tensor([2, 5])
+    x, weight, bias, end = (
+        torch.randn(5, 8),
+        torch.randn(2, 6, 8),
+        torch.randn(2, 6),
+        torch.tensor([2, 5]),
+    )
     for number, arguments in enumerate([(x, weight, bias, end)] * 4):
-        mixed = [tensor.to("meta") if index == number else tensor for index, tensor in enumerate(arguments)]
+        mixed = [
+            tensor.to("meta") if index == number else tensor
+            for index, tensor in enumerate(arguments)
+        ]
         for gradients in (True, False):
             with (
                 torch.set_grad_enabled(gradients),

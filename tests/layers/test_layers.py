@@ -59,7 +59,9 @@ def test_training_forward_equals_the_golden_file(golden_layer, monkeypatch):
 
 def test_eval_forward_is_the_averaged_ffn_of_the_golden_file(golden_layer):
     layer, rup = golden_layer
-    torch.testing.assert_close(layer.eval()(rup["x"]), rup["y_eval_averaged_ffn"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        layer.eval()(rup["x"]), rup["y_eval_averaged_ffn"], rtol=0, atol=1e-12
+    )
 
 
 @given(rows=st.integers(0, 40), num_experts=st.integers(1, 12))
@@ -67,7 +69,9 @@ def test_partition_gives_every_row_to_one_expert_in_equal_parts(rows, num_expert
     routing = RandomPartition(num_experts)(torch.zeros(rows, 2))
     order, ends = routing.token_indices, routing.offsets
     sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
-    assert torch.equal(routing.experts()[order, 0].bincount(minlength=num_experts), torch.tensor(sizes))
+    assert torch.equal(
+        routing.experts()[order, 0].bincount(minlength=num_experts), torch.tensor(sizes)
+    )
     assert routing.experts()[order, 0].diff().ge(0).all()
     assert routing.weights() is None
     assert sorted(order.tolist()) == list(range(rows))
@@ -112,7 +116,9 @@ def test_values_and_gradients_equal_a_plain_loop(ffn, rows):
     experts = []
     for expert in range(4):
         ffn_e = FFNS[ffn](8, 12)
-        ffn_e.load_state_dict({name: stacked[expert] for name, stacked in layer.state_dict().items()})
+        ffn_e.load_state_dict(
+            {name: stacked[expert] for name, stacked in layer.state_dict().items()}
+        )
         experts.append(ffn_e)
     x_plain = x.detach().clone().requires_grad_()
     y = torch.zeros(rows, 8)
@@ -151,7 +157,10 @@ def test_dropout_inside_experts_is_found_among_the_modules(ffn):
     layer = MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3, expert_dropout=0.5)
     names = [name for name, module in layer.named_modules() if isinstance(module, nn.Dropout)]
     assert names == ["drop1", "drop2"]
-    assert layer.state_dict().keys() == MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3).state_dict().keys()
+    assert (
+        layer.state_dict().keys()
+        == MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3).state_dict().keys()
+    )
     x = torch.ones(4, 8)
     for made in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert not torch.equal(made.train()(x)[0], made(x)[1])
@@ -170,25 +179,34 @@ def test_dropout_inside_experts_is_found_among_the_modules(ffn):
 def test_dropout_of_the_experts_is_that_of_the_shared_one_too():
     dense = Mlp(8, 16)
     layer = SharedExpertMlp(dense, TopKRouter(8, 2), 2, expert_dropout=0.25)
-    assert {name: m.p for name, m in layer.named_modules() if isinstance(m, nn.Dropout)} == dict.fromkeys(
-        ["drop1", "drop2", "shared.drop1", "shared.drop2"], 0.25
-    )
+    assert {
+        name: m.p for name, m in layer.named_modules() if isinstance(m, nn.Dropout)
+    } == dict.fromkeys(["drop1", "drop2", "shared.drop1", "shared.drop2"], 0.25)
     assert dense.drop1.p == 0
 
 
-LOSSES = dict(noise_std=1.0, loss_weights=dict.fromkeys(["importance", "load", "balance", "balance_top_k"], 0.1))
+LOSSES = dict(
+    noise_std=1.0,
+    loss_weights=dict.fromkeys(["importance", "load", "balance", "balance_top_k"], 0.1),
+)
 ROUTERS = {
     "random": lambda: EwaMlp(Mlp(8, 16), 4),
     "top-k": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, **LOSSES), 4),
     "priority": lambda: MoeMlp(
-        Mlp(8, 16), TopKRouter(8, 4, 1, capacity_factor=1.0, batch_priority=True, group_images=2, **LOSSES), 4
+        Mlp(8, 16),
+        TopKRouter(8, 4, 1, capacity_factor=1.0, batch_priority=True, group_images=2, **LOSSES),
+        4,
     ),
     "renorm": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, gate_mode="renorm", **LOSSES), 4),
     "image": lambda: MoeMlp(Mlp(8, 16), ImageRouter(8, 4, 2, capacity_factor=1.0, **LOSSES), 4),
     "shared": lambda: SharedExpertMlp(Mlp(8, 16), TopKRouter(8, 4, gate_mode="one", **LOSSES), 4),
-    "pbe": lambda: MoeMlp(Mlp(8, 16), EnsembleRouter(8, 4, ensemble_size=2, capacity_factor=1.0, **LOSSES), 4),
+    "pbe": lambda: MoeMlp(
+        Mlp(8, 16), EnsembleRouter(8, 4, ensemble_size=2, capacity_factor=1.0, **LOSSES), 4
+    ),
     "tiling": lambda: MoeMlp(Mlp(8, 16), TilingRouter(8, 4, ensemble_size=2, **LOSSES), 4),
-    "partitioning": lambda: MoeMlp(Mlp(8, 16), PartitionedRouter(8, 4, ensemble_size=2, **LOSSES), 4),
+    "partitioning": lambda: MoeMlp(
+        Mlp(8, 16), PartitionedRouter(8, 4, ensemble_size=2, **LOSSES), 4
+    ),
     "multi-head": lambda: MoeMlp(Mlp(8, 16), MultiHeadRouter(8, 4, 2, **LOSSES), 4),
 }
 
@@ -228,9 +246,15 @@ def test_loads_its_own_state_dict_and_a_dense_one():
     layer, dense = moe(), Mlp(5, 6)
     other = moe()
     other.load_state_dict(layer.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(layer.parameters(), other.parameters(), strict=True)
+    )
     other.load_state_dict(dense.state_dict())
-    assert all(torch.equal(other.state_dict()[name][e], t) for name, t in dense.state_dict().items() for e in range(4))
+    assert all(
+        torch.equal(other.state_dict()[name][e], t)
+        for name, t in dense.state_dict().items()
+        for e in range(4)
+    )
     other.load_state_dict(dense.state_dict(), assign=True)
     other.fc1.weight.data[0] += 1  # every expert owns its copy
     assert torch.equal(other.fc1.weight[1], dense.fc1.weight)
@@ -259,7 +283,10 @@ def in_empty_memory(model, weights):
 @pytest.mark.filterwarnings("ignore:Fused experts")
 @pytest.mark.parametrize("load", [assigned, in_empty_memory])
 def test_a_dense_checkpoint_in_a_model_on_meta_leaves_routers_that_are_drawn(load):
-    dense, images = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval(), torch.randn(2, 3, 32, 32)
+    dense, images = (
+        timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval(),
+        torch.randn(2, 3, 32, 32),
+    )
     for options in WITH_WEIGHTS:
         expected = timm_moe.convert_to_moe(copy.deepcopy(dense), moe_layers="1", **options)
         with torch.device("meta"):
@@ -286,10 +313,13 @@ class Undrawn(Router):
 def test_a_router_on_meta_that_cannot_be_drawn_is_refused_or_nan():
     with torch.device("meta"):
         layer = MoeMlp(Mlp(5, 6), Undrawn(), 4)
-    with pytest.raises(RuntimeError, match=r"^The router Undrawn has parameters, but no reset_parameters\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"^The router Undrawn has parameters, but no reset_parameters\(\)"
+    ):
         layer.load_state_dict(Mlp(5, 6).state_dict(), assign=True)
     weights = {**Mlp(5, 6).to("meta").state_dict(), **layer.router.state_dict(prefix="router.")}
-    assert layer.load_state_dict(weights, assign=True).missing_keys == []  # of a model without weights
+    # Of a model without weights.
+    assert layer.load_state_dict(weights, assign=True).missing_keys == []
     layer.to_empty(device="cpu").load_state_dict(Mlp(5, 6).state_dict())
     assert layer.router.linear.weight.isnan().all()
     layer.load_state_dict(MoeMlp(Mlp(5, 6), Undrawn(), 4).state_dict())
@@ -317,7 +347,9 @@ def test_low_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype == layer.eval()(x).dtype == torch.bfloat16
     layer = layer.bfloat16()
-    torch.testing.assert_close(layer.fc1.weight.float().mean(0).bfloat16(), _mean_weight(layer), rtol=0, atol=0)
+    torch.testing.assert_close(
+        layer.fc1.weight.float().mean(0).bfloat16(), _mean_weight(layer), rtol=0, atol=0
+    )
     assert layer.train()(x.bfloat16()).dtype == torch.bfloat16
 
 
@@ -348,7 +380,9 @@ def test_threads_and_plain_tensors_as_weights():
 
 
 def test_an_unknown_init():
-    with pytest.raises(ValueError, match="expert_init must be one of same, independent, drop, got 'zeros'"):
+    with pytest.raises(
+        ValueError, match="expert_init must be one of same, independent, drop, got 'zeros'"
+    ):
         moe(expert_init="zeros")
 
 

@@ -33,7 +33,10 @@ def test_the_list_of_living_objects_bears_threads():
     del late
     assert living(Item) == [kept[2], kept[0]]
     added = [[Item() for _ in range(300)] for _ in range(4)]
-    threads = [threading.Thread(target=lambda items=items: [register(item) for item in items]) for items in added]
+    threads = [
+        threading.Thread(target=lambda items=items: [register(item) for item in items])
+        for items in added
+    ]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
@@ -47,7 +50,9 @@ def test_models_may_be_copied_while_another_thread_trains():
     layer = EwaMlp(Mlp(2, 2), num_experts=2)
     copies = []
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    thread = threading.Thread(target=lambda: copies.extend(copy.deepcopy(layer) for _ in range(300)))
+    thread = threading.Thread(
+        target=lambda: copies.extend(copy.deepcopy(layer) for _ in range(300))
+    )
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     thread.start()

@@ -66,7 +66,12 @@ def capacity(router, x):
     return (
         groups
         * together
-        * expert_capacity(choices, router.num_experts, router.capacity_factor, multiple_of=router.capacity_multiple)
+        * expert_capacity(
+            choices,
+            router.num_experts,
+            router.capacity_factor,
+            multiple_of=router.capacity_multiple,
+        )
     )
 
 
@@ -75,7 +80,12 @@ def capacity(router, x):
 def test_every_kept_row_goes_out_and_comes_back_once(case):
     router, x, choices = case
     routing = router(x)
-    order, ends, place, weight = routing.token_indices, routing.offsets, routing.slots, routing.weights()
+    order, ends, place, weight = (
+        routing.token_indices,
+        routing.offsets,
+        routing.slots,
+        routing.weights(),
+    )
     sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
     total = x.shape[0] * x.shape[1]
     assert len(sizes) == router.num_experts
@@ -83,7 +93,8 @@ def test_every_kept_row_goes_out_and_comes_back_once(case):
     assert sum(sizes) <= len(order) <= total * choices
     assert place.shape == weight.shape == (total, choices)
     kept = place < ends[-1]
-    assert torch.equal(place[kept].sort().values, torch.arange(sum(sizes)))  # each place has one choice
+    # Each place has one choice.
+    assert torch.equal(place[kept].sort().values, torch.arange(sum(sizes)))
     assert (place < len(order)).all()
     assert (weight[~kept] == 0).all()
     rows = torch.arange(total)[:, None].expand_as(place)
@@ -98,19 +109,26 @@ def test_every_kept_row_goes_out_and_comes_back_once(case):
 
 
 @settings(max_examples=60)
-@given(images=st.integers(1, 6), rows=st.integers(1, 6), num_experts=st.integers(1, 5), data=st.data())
+@given(
+    images=st.integers(1, 6), rows=st.integers(1, 6), num_experts=st.integers(1, 5), data=st.data()
+)
 def test_the_tokens_of_an_image_stay_together(images, rows, num_experts, data):
     top_k = data.draw(st.integers(1, num_experts))
-    router = ImageRouter(WIDTH, num_experts, top_k, capacity_factor=data.draw(st.sampled_from([None, 0.5, 1.0])))
+    router = ImageRouter(
+        WIDTH, num_experts, top_k, capacity_factor=data.draw(st.sampled_from([None, 0.5, 1.0]))
+    )
     routing = router(torch.randn(images, rows, WIDTH))
-    weight, experts = routing.gates, routing.experts().view(images, rows, top_k)  # num_experts: dropped
+    # An expert of num_experts is a dropped choice.
+    weight, experts = routing.gates, routing.experts().view(images, rows, top_k)
     assert (experts == experts[:, :1]).all()
     assert (weight.view(images, rows, top_k) == weight.view(images, rows, top_k)[:, :1]).all()
     assert (routing.offsets % rows == 0).all()
 
 
 @settings(max_examples=60)
-@given(case=routers((TopKRouter, EnsembleRouter, PartitionedRouter, MultiHeadRouter)), data=st.data())
+@given(
+    case=routers((TopKRouter, EnsembleRouter, PartitionedRouter, MultiHeadRouter)), data=st.data()
+)
 def test_without_capacities_the_order_of_the_rows_does_not_matter(case, data):
     """But to an image router, for which the first row decides, and to one with noise."""
     router, x, _ = case
@@ -131,9 +149,12 @@ def test_without_capacities_the_order_of_the_rows_does_not_matter(case, data):
     half=st.integers(1, 6),
     data=st.data(),
 )
-def test_gathering_does_not_depend_on_the_order_of_the_experts(method, ffn, num_experts, width, half, data):
+def test_gathering_does_not_depend_on_the_order_of_the_experts(
+    method, ffn, num_experts, width, half, data
+):
     """But for the order of the hidden units, which the network's function does not depend on either."""
-    hidden = 2 * half * (num_experts if method.startswith("topk") else 1)  # that each expert gives the same number
+    # That each expert gives the same number.
+    hidden = 2 * half * (num_experts if method.startswith("topk") else 1)
     networks = [ffn(width, hidden).double() for _ in range(num_experts)]
     order = data.draw(st.permutations(range(num_experts)))
     x = torch.randn(3, width, dtype=torch.float64)
@@ -142,26 +163,36 @@ def test_gathering_does_not_depend_on_the_order_of_the_experts(method, ffn, num_
         states = [expert.state_dict() for expert in experts]
         dense = ffn(width, hidden).double()
         dense.load_state_dict(
-            METHODS[method]({name: torch.stack([state[name] for state in states]) for name in states[0]})
+            METHODS[method](
+                {name: torch.stack([state[name] for state in states]) for name in states[0]}
+            )
         )
         if method == "topk":  # the biases are averaged by position, whatever unit stands there
             for name, parameter in dense.named_parameters():
                 parameter.data.mul_(not name.endswith("bias"))
         return dense(x)
 
-    torch.testing.assert_close(gathered([networks[n] for n in order]), gathered(networks), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        gathered([networks[n] for n in order]), gathered(networks), rtol=1e-8, atol=1e-10
+    )
 
 
 @st.composite
 def placements(draw):
     depth = SMALL_VIT["depth"]
     blocks = draw(st.sets(st.integers(0, depth - 1), min_size=1))
-    rule = st.sampled_from(["every-1", "every-2", "every-3", "last-1", "last-2", "tail-1", "tail-3", "tail-4"])
+    rule = st.sampled_from(
+        ["every-1", "every-2", "every-3", "last-1", "last-2", "tail-1", "tail-3", "tail-4"]
+    )
     return draw(st.one_of(rule, st.just(sorted(blocks)), st.just(",".join(map(str, blocks)))))
 
 
 @settings(max_examples=25)
-@given(placement=placements(), num_experts=st.integers(2, 5), router=st.sampled_from(["random", "top_k"]))
+@given(
+    placement=placements(),
+    num_experts=st.integers(2, 5),
+    router=st.sampled_from(["random", "top_k"]),
+)
 def test_there_and_back_is_the_dense_model(placement, num_experts, router):
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
     before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
@@ -170,7 +201,8 @@ def test_there_and_back_is_the_dense_model(placement, num_experts, router):
     assert not timm_moe.moe_layers(back)
     assert back.state_dict().keys() == before.keys()
     for name, tensor in back.state_dict().items():
-        torch.testing.assert_close(tensor, before[name], rtol=1e-6, atol=1e-8)  # the mean of equal numbers, rounded
+        # The mean of equal numbers, rounded.
+        torch.testing.assert_close(tensor, before[name], rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
@@ -181,7 +213,9 @@ def test_a_model_takes_a_dense_checkpoint_at_any_placement(name, placement, num_
     share = {"share_rate": 0.0} if num_experts == 1 and "ewa" in name else {}
     if isinstance(placement, list):
         placement = ",".join(map(str, placement))
-    model = timm.create_model(name, moe_layers=placement, num_experts=num_experts, **share, **SMALL_VIT)
+    model = timm.create_model(
+        name, moe_layers=placement, num_experts=num_experts, **share, **SMALL_VIT
+    )
     model.load_state_dict(dense.state_dict())
     for path, layer in timm_moe.moe_layers(model).items():
         for parameter, stacked in layer.named_expert_parameters():

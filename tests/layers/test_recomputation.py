@@ -44,7 +44,11 @@ def gradients(model, x, passes=1):
     x = x.clone().requires_grad_()
     loss = model(x).square().sum()
     for left in reversed(range(passes)):
-        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=left > 0) if passes > 1 else None
+        grads = (
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=left > 0)
+            if passes > 1
+            else None
+        )
     if grads is None:
         model.zero_grad()
         loss.backward()
@@ -54,15 +58,21 @@ def gradients(model, x, passes=1):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_repetition_with_the_state_of_the_generators_gives_the_gradients_of_the_forward(kind, reentrant):
+def test_a_repetition_with_the_state_of_the_generators_gives_the_gradients_of_the_forward(
+    kind, reentrant
+):
     x = torch.randn(3, 7, 8)
     with torch.no_grad():
         Repeated(kind)(x)  # in training mode, as a discriminator's
     expected = gradients(Repeated(kind), x)
-    for got, exact in zip(gradients(Repeated(kind, use_reentrant=reentrant), x), expected, strict=True):
+    for got, exact in zip(
+        gradients(Repeated(kind, use_reentrant=reentrant), x), expected, strict=True
+    ):
         torch.testing.assert_close(got, exact)
     if not reentrant:  # which does not know torch.autograd.grad
-        for got, exact in zip(gradients(Repeated(kind, use_reentrant=False), x, passes=3), expected, strict=True):
+        for got, exact in zip(
+            gradients(Repeated(kind, use_reentrant=False), x, passes=3), expected, strict=True
+        ):
             torch.testing.assert_close(got, exact)
 
 

@@ -26,13 +26,17 @@ def routed(width=5, hidden=6, num_experts=4, expert_init="independent", **option
 def slow_forward(layer, x, priority, capacity):
     """What the layer computes, one choice after the other; also which choices were kept."""
     gates = (x @ layer.router.weight.T).softmax(1)
-    ranked = [sorted(range(len(row)), key=lambda e, row=row: (-row[e], e)) for row in gates.tolist()]
+    ranked = [
+        sorted(range(len(row)), key=lambda e, row=row: (-row[e], e)) for row in gates.tolist()
+    ]
     rows = list(range(len(x)))
     if priority:
         rows.sort(key=lambda row: -gates[row].max().item())
     taken, kept, y = [0] * layer.num_experts, set(), torch.zeros_like(x)
     ffns = [
-        layer.to_ffn({name: stacked[expert].detach() for name, stacked in layer.named_expert_parameters()})
+        layer.to_ffn(
+            {name: stacked[expert].detach() for name, stacked in layer.named_expert_parameters()}
+        )
         for expert in range(layer.num_experts)
     ]
     for choice in range(layer.router.top_k):
@@ -78,7 +82,10 @@ def test_layer_equals_the_slow_reference(road, case):
     layer.router.weight.data.normal_()
     x = torch.randn(1, case["tokens"], 5, dtype=torch.float64)
     capacity = expert_capacity(
-        case["tokens"] * case["top_k"], case["num_experts"], case["factor"], multiple_of=case["multiple"]
+        case["tokens"] * case["top_k"],
+        case["num_experts"],
+        case["factor"],
+        multiple_of=case["multiple"],
     )
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         expected, kept = slow_forward(layer, x[0], case["priority"], capacity)
@@ -86,7 +93,11 @@ def test_layer_equals_the_slow_reference(road, case):
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         y = layer(x)
         torch.testing.assert_close(y[0], expected, rtol=1e-9, atol=1e-9)
-        nothing_kept = [row for row in range(case["tokens"]) if not any((row, k) in kept for k in range(case["top_k"]))]
+        nothing_kept = [
+            row
+            for row in range(case["tokens"])
+            if not any((row, k) in kept for k in range(case["top_k"]))
+        ]
         assert (y[0, nothing_kept] == 0).all()
 
 
@@ -96,9 +107,27 @@ def test_layer_equals_the_slow_reference(road, case):
     [
         (50, {"top_k": 2, "capacity_factor": 1.05}),
         (50, {"top_k": 1}),
-        (3, dict(num_experts=8, top_k=3, batch_priority=True, capacity_factor=0.5, capacity_multiple=1)),
+        (
+            3,
+            dict(
+                num_experts=8,
+                top_k=3,
+                batch_priority=True,
+                capacity_factor=0.5,
+                capacity_multiple=1,
+            ),
+        ),
         (1, {"top_k": 4}),
-        (8, dict(top_k=2, group_images=1, capacity_factor=1.0, noise_std=1.0, loss_weights={"load": 1.0})),
+        (
+            8,
+            dict(
+                top_k=2,
+                group_images=1,
+                capacity_factor=1.0,
+                noise_std=1.0,
+                loss_weights={"load": 1.0},
+            ),
+        ),
     ],
 )
 def test_compiled_as_one_graph_gives_the_same_values_and_gradients(tokens, options):
@@ -129,7 +158,9 @@ def test_inductor_compiles_a_model_as_one_graph_forward_and_backward(options):
         if options:  # inductor draws other noise from the same seed
             torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
     model.eval()
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(images), model(images), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.compile(model, fullgraph=True)(images), model(images), rtol=1e-4, atol=1e-5
+    )
 
 
 @settings(max_examples=25)
@@ -161,7 +192,9 @@ def test_large_capacity_and_none_drop_nothing():
 
 @pytest.mark.parametrize("layer_class", ["routed", "ewa"])
 def test_second_derivatives_and_no_forward_mode(layer_class):
-    layer = (routed(top_k=2, capacity_factor=0.5) if layer_class == "routed" else EwaMlp(Mlp(5, 6), 4)).double()
+    layer = (
+        routed(top_k=2, capacity_factor=0.5) if layer_class == "routed" else EwaMlp(Mlp(5, 6), 4)
+    ).double()
     x, v = torch.randn(2, 7, 5, dtype=torch.float64), torch.randn(2, 7, 5, dtype=torch.float64)
 
     def call(x):
@@ -192,13 +225,17 @@ def test_eval_has_its_own_capacity_and_no_noise():
 def test_groups_have_their_own_queues():
     layer = routed(capacity_factor=1.0, group_images=2)
     x = torch.randn(6, 7, 5)
-    torch.testing.assert_close(layer(x), torch.cat([layer(part) for part in x.split(2)]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        layer(x), torch.cat([layer(part) for part in x.split(2)]), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_losses_are_means_over_the_groups(monkeypatch):
     noise = torch.randn(1, 2, 7, 4)
     monkeypatch.setattr(torch, "randn_like", lambda x, **_: noise.expand_as(x))
-    layer = routed(group_images=2, noise_std=1.0, loss_weights={"importance": 0.1, "load": 0.2, "balance": 0.3})
+    layer = routed(
+        group_images=2, noise_std=1.0, loss_weights={"importance": 0.1, "load": 0.2, "balance": 0.3}
+    )
     x = torch.randn(6, 7, 5)
     outcomes = []
     for parts in ([x], x.split(2)):
@@ -208,15 +245,23 @@ def test_losses_are_means_over_the_groups(monkeypatch):
         outcomes.append(layer.router.records)
     (whole,), groups = outcomes
     for name, loss in whole.losses.items():
-        torch.testing.assert_close(loss, torch.stack([group.losses[name] for group in groups]).mean())
-    torch.testing.assert_close(whole.weighted_loss, torch.stack([group.weighted_loss for group in groups]).mean())
+        torch.testing.assert_close(
+            loss, torch.stack([group.losses[name] for group in groups]).mean()
+        )
+    torch.testing.assert_close(
+        whole.weighted_loss, torch.stack([group.weighted_loss for group in groups]).mean()
+    )
 
 
 def test_groups_that_do_not_divide_the_batch():
     layer = routed(capacity_factor=1.0, group_images=4)
-    with pytest.raises(ValueError, match=r"group_images=4 does not divide the batch of 6 images; 1, 2, 3, 6 would\."):
+    with pytest.raises(
+        ValueError,
+        match=r"group_images=4 does not divide the batch of 6 images; 1, 2, 3, 6 would\.",
+    ):
         layer(torch.randn(6, 7, 5))
-    assert layer.eval()(torch.randn(6, 7, 5)).shape == (6, 7, 5)  # the last batch of a validation set
+    # The last batch of a validation set.
+    assert layer.eval()(torch.randn(6, 7, 5)).shape == (6, 7, 5)
 
 
 def test_router_computes_in_float32_under_autocast_and_in_low_precision():
@@ -302,18 +347,36 @@ def test_expert_dropout_is_of_the_experts_only():
         ({"noise_std": -1}, "noise_std must be a number of at least 0, got -1"),
         ({"capacity_factor": 0}, "capacity_factor must be a number above 0 or None, got 0"),
         ({"capacity_factor": -1.0}, "capacity_factor must be a number above 0 or None, got -1.0"),
-        ({"capacity_factor": float("nan")}, "capacity_factor must be a number above 0 or None, got nan"),
-        ({"eval_capacity_factor": "all"}, "eval_capacity_factor must be a number above 0 or None, got 'all'"),
+        (
+            {"capacity_factor": float("nan")},
+            "capacity_factor must be a number above 0 or None, got nan",
+        ),
+        (
+            {"eval_capacity_factor": "all"},
+            "eval_capacity_factor must be a number above 0 or None, got 'all'",
+        ),
         ({"batch_priority": "false"}, "batch_priority must be True or False, got 'false'"),
         ({"pre_logits": "false"}, "pre_logits must be True or False, got 'false'"),
-        ({"aux_loss": "balance+balance"}, r"aux_loss must be different names of losses joined by \+, got"),
+        (
+            {"aux_loss": "balance+balance"},
+            r"aux_loss must be different names of losses joined by \+, got",
+        ),
         ({"capacity_multiple": 0}, "capacity_multiple must be an integer of at least 1, got 0"),
-        ({"capacity_rounding": "up"}, "capacity_rounding must be one of ceil, round, floor, got 'up'"),
+        (
+            {"capacity_rounding": "up"},
+            "capacity_rounding must be one of ceil, round, floor, got 'up'",
+        ),
         ({"group_images": 0}, "group_images must be an integer of at least 1 or None, got 0"),
         ({"aux_loss_weight": -0.1}, "aux_loss_weight must be a number of at least 0, got -0.1"),
-        ({"aux_loss": "entropy"}, "A router's losses are importance, .*, global_entropy, z, got 'entropy'"),
+        (
+            {"aux_loss": "entropy"},
+            "A router's losses are importance, .*, global_entropy, z, got 'entropy'",
+        ),
         ({"aux_loss": "load"}, "give a noise_std above 0"),
-        ({"router": "random"}, "capacity_factor is an option of router='top_k', which router='random' does not have"),
+        (
+            {"router": "random"},
+            "capacity_factor is an option of router='top_k', which router='random' does not have",
+        ),
         ({"share_rate": 0.8}, "share_rate must lie between 0 and"),
     ],
 )
@@ -324,7 +387,9 @@ def test_bad_options_end_in_one_sentence(options, message):
 
 def test_a_capacity_below_one():
     layer = routed(capacity_factor=0.01, capacity_rounding="floor")
-    with pytest.raises(ValueError, match=r"capacity_factor=0.01 leaves no place: 6 choices over 4 experts"):
+    with pytest.raises(
+        ValueError, match=r"capacity_factor=0.01 leaves no place: 6 choices over 4 experts"
+    ):
         layer(torch.randn(2, 3, 5))
 
 
@@ -337,10 +402,13 @@ def test_a_capacity_in_a_trace_is_that_of_the_batch(tmp_path):
     torch.testing.assert_close(traced(many[:5]), layer(many[:5]))
     with pytest.raises(ValueError, match="below 1"):
         layer(few)
-    assert (traced(few) != 0).any(2).sum() > 0  # which cannot refuse a batch, so that each expert takes one row
+    # Which cannot refuse a batch, so that each expert takes one row.
+    assert (traced(few) != 0).any(2).sum() > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_priority": True}, {"group_images": 1}, {"capacity_rounding": "floor"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_priority": True}, {"group_images": 1}, {"capacity_rounding": "floor"}]
+)
 def test_a_huge_capacity_factor_drops_nothing(options):
     x = torch.randn(2, 30, 5)
     layer = routed(top_k=2, capacity_factor=1e308, eval_capacity_factor=1e308, **options)
@@ -408,7 +476,10 @@ def test_bfloat16_is_as_exact_as_a_loop_of_linear_layers(top_k, are_equal):
     def outcome(call, layer, x, grad):
         x = x.clone().requires_grad_()
         y = call(layer, x)
-        return [y, *torch.autograd.grad(y, [x, *dict(layer.named_expert_parameters()).values()], grad)]
+        return [
+            y,
+            *torch.autograd.grad(y, [x, *dict(layer.named_expert_parameters()).values()], grad),
+        ]
 
     torch.manual_seed(0)
     layer = routed(32, 64, top_k=top_k, capacity_factor=1.0).bfloat16()
@@ -423,6 +494,9 @@ def test_bfloat16_is_as_exact_as_a_loop_of_linear_layers(top_k, are_equal):
     exact = outcome(loop, copy.deepcopy(layer).double(), x.double(), grad.double())
     simple = outcome(loop, layer, x, grad)
     for got, plain, true in zip(
-        outcome(lambda layer, x: layer(x, routing=routing), layer, x, grad), simple, exact, strict=True
+        outcome(lambda layer, x: layer(x, routing=routing), layer, x, grad),
+        simple,
+        exact,
+        strict=True,
     ):
         assert error(got, true) <= 1.5 * error(plain, true)

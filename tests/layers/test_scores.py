@@ -24,17 +24,28 @@ def reference(moe, x):
     """Compute the rows (T, D) choice by choice."""
     router, outputs = moe.router, []
     steps = router.balancing_bias.steps.tolist() if router.balancing_bias else [0] * moe.num_experts
-    bias = [router.balancing_bias.rate * (step - sum(steps) / len(steps)) if any(steps) else 0 for step in steps]
+    bias = [
+        router.balancing_bias.rate * (step - sum(steps) / len(steps)) if any(steps) else 0
+        for step in steps
+    ]
     for row in x:
         logits = router.weight @ row
-        gates = list(1 / (1 + (-logits).exp()) if router.score == "sigmoid" else logits.exp() / logits.exp().sum())
-        best = sorted(range(moe.num_experts), key=lambda e: -(gates[e].item() + bias[e]))[: router.top_k]
+        gates = list(
+            1 / (1 + (-logits).exp())
+            if router.score == "sigmoid"
+            else logits.exp() / logits.exp().sum()
+        )
+        best = sorted(range(moe.num_experts), key=lambda e: -(gates[e].item() + bias[e]))[
+            : router.top_k
+        ]
         total = sum(gates[e] for e in best) if router.gate_mode == "renorm" else 1
         y = torch.zeros_like(row)
         for e in best:
             weights = {name: stacked[e] for name, stacked in moe.named_expert_parameters()}
             hidden = torch.nn.functional.gelu(weights["fc1.weight"] @ row + weights["fc1.bias"])
-            y = y + router.route_scale * gates[e] / total * (weights["fc2.weight"] @ hidden + weights["fc2.bias"])
+            y = y + router.route_scale * gates[e] / total * (
+                weights["fc2.weight"] @ hidden + weights["fc2.bias"]
+            )
         outputs.append(y)
     return torch.stack(outputs)
 
@@ -58,7 +69,8 @@ def test_values_and_gradients_equal_the_reference(tokens, num_experts, top_k, **
     y, expected = moe(x), reference(moe, x[0])[None]
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     found, gradients = (
-        torch.autograd.grad((out * wanted).sum(), tensors, materialize_grads=True) for out in (y, expected)
+        torch.autograd.grad((out * wanted).sum(), tensors, materialize_grads=True)
+        for out in (y, expected)
     )
     torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
 
@@ -94,14 +106,22 @@ def test_each_loss_has_a_finite_gradient_even_where_gates_are_rounded_to_zero(na
 
 def test_by_name():
     model = timm.create_model(
-        "vit_tiny_moe", score="sigmoid", balance="bias", bias_rate=0.01, z_loss_weight=0.001, route_scale=2, **SMALL_VIT
+        "vit_tiny_moe",
+        score="sigmoid",
+        balance="bias",
+        bias_rate=0.01,
+        z_loss_weight=0.001,
+        route_scale=2,
+        **SMALL_VIT,
     )
     routers = [layer.router for layer in timm_moe.moe_layers(model).values()]
     assert [router.loss_weights for router in routers] == [{"z": 0.001}] * len(routers)
-    assert {(router.score, router.balancing_bias.rate, router.route_scale) for router in routers} == {
-        ("sigmoid", 0.01, 2)
-    }
-    probabilities = routers[0].probabilities(torch.randn(2, 4, 16 * 2)[..., : routers[0].weight.shape[1]])
+    assert {
+        (router.score, router.balancing_bias.rate, router.route_scale) for router in routers
+    } == {("sigmoid", 0.01, 2)}
+    probabilities = routers[0].probabilities(
+        torch.randn(2, 4, 16 * 2)[..., : routers[0].weight.shape[1]]
+    )
     torch.testing.assert_close(probabilities.sum(1), torch.ones(8))
 
 
@@ -110,12 +130,28 @@ def test_by_name():
     [
         ("vit_tiny_moe", dict(balance="none"), "balance must be one of loss, bias, got 'none'"),
         ("vit_tiny_moe", dict(bias_rate=0.1), "bias_rate is an option of balance='bias'"),
-        ("vit_tiny_moe", dict(balance="bias", bias_rate=0), "bias_rate must be a number above 0, got 0"),
+        (
+            "vit_tiny_moe",
+            dict(balance="bias", bias_rate=0),
+            "bias_rate must be a number above 0, got 0",
+        ),
         ("vit_tiny_moe", dict(route_scale=0), "route_scale must be a number above 0, got 0"),
-        ("vit_tiny_moe", dict(z_loss_weight=-1), "The weight of the z loss must be a number of at least 0, got -1"),
+        (
+            "vit_tiny_moe",
+            dict(z_loss_weight=-1),
+            "The weight of the z loss must be a number of at least 0, got -1",
+        ),
         ("vit_tiny_moe", dict(aux_loss="z"), "z has a weight of its own, z_loss_weight"),
-        ("vit_tiny_moe", dict(aux_loss="balance+z", z_loss_weight=0.1), "z has a weight of its own, z_loss_weight"),
-        ("vit_tiny_moe", dict(balance="bias", aux_loss_weight=0.1), "balance='bias' takes the place of aux_loss"),
+        (
+            "vit_tiny_moe",
+            dict(aux_loss="balance+z", z_loss_weight=0.1),
+            "z has a weight of its own, z_loss_weight",
+        ),
+        (
+            "vit_tiny_moe",
+            dict(balance="bias", aux_loss_weight=0.1),
+            "balance='bias' takes the place of aux_loss",
+        ),
         ("vmoe_pbe_s32", dict(balance="bias"), "balance='bias' is for routers without an ensemble"),
     ],
 )

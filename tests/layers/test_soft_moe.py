@@ -25,7 +25,12 @@ def reference(moe, image):
     experts, slots, _ = moe.router.slots.shape
     logits = torch.stack(
         [
-            torch.stack([moe.router.scale[0] * unit(token) @ unit(slot) for slot in moe.router.slots.flatten(0, 1)])
+            torch.stack(
+                [
+                    moe.router.scale[0] * unit(token) @ unit(slot)
+                    for slot in moe.router.slots.flatten(0, 1)
+                ]
+            )
             for token in image
         ]
     )
@@ -37,7 +42,10 @@ def reference(moe, image):
         hidden = torch.nn.functional.gelu(weights["fc1.weight"] @ mixed + weights["fc1.bias"])
         outputs.append(weights["fc2.weight"] @ hidden + weights["fc2.bias"])
     return torch.stack(
-        [sum(share * y for share, y in zip(row.exp() / row.exp().sum(), outputs, strict=True)) for row in logits]
+        [
+            sum(share * y for share, y in zip(row.exp() / row.exp().sum(), outputs, strict=True))
+            for row in logits
+        ]
     )
 
 
@@ -103,7 +111,9 @@ def test_initial_slots_have_the_variance_of_vmoe():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match=r"slots_per_expert must be an integer of at least 1, got 0\."):
+    with pytest.raises(
+        ValueError, match=r"slots_per_expert must be an integer of at least 1, got 0\."
+    ):
         SoftRouter(4, 2, 0)
     with pytest.raises(ValueError, match="tokens of images"):
         layer()(torch.randn(3, 5, dtype=torch.float64))
@@ -116,13 +126,21 @@ def test_values_and_gradients_equal_vmoe(golden):
     experts, hidden, width = case["fc1_w"].shape
     moe = layer(width, hidden, experts, slots=2)
     tensors = {name: case[f"{name[:3]}_{name[4]}"] for name in moe.stacked_shapes}
-    moe.load_state_dict({**tensors, "router.slots": case["mu"].permute(1, 2, 0), "router.scale": case["scale"][None]})
+    moe.load_state_dict(
+        {
+            **tensors,
+            "router.slots": case["mu"].permute(1, 2, 0),
+            "router.scale": case["scale"][None],
+        }
+    )
     x = case["x"].requires_grad_()
     dispatch, combine = moe.router(x)
     torch.testing.assert_close(dispatch, case["dispatch"].flatten(2), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(combine, case["combine"].flatten(2), rtol=1e-9, atol=1e-9)
     y = moe(x)
     torch.testing.assert_close(y, case["y"], rtol=1e-9, atol=1e-9)
-    gradients = torch.autograd.grad((y * case["wanted"]).sum(), [x, moe.router.slots, moe.router.scale])
+    gradients = torch.autograd.grad(
+        (y * case["wanted"]).sum(), [x, moe.router.slots, moe.router.scale]
+    )
     expected = [case["grad_x"], case["grad_mu"].permute(1, 2, 0), case["grad_scale"][None]]
     torch.testing.assert_close(list(gradients), expected, rtol=1e-9, atol=1e-9)

@@ -9,7 +9,15 @@ from routed_loop import routed_model
     ("name", "options"),
     [
         ("vit_tiny_moe", dict(num_experts=8, eval_capacity_factor=0.5, top_k=2)),
-        ("vmoe_b32", dict(num_experts=6, eval_capacity_factor=1.1, capacity_rounding="floor", batch_priority=True)),
+        (
+            "vmoe_b32",
+            dict(
+                num_experts=6,
+                eval_capacity_factor=1.1,
+                capacity_rounding="floor",
+                batch_priority=True,
+            ),
+        ),
         ("vimoe_s14", dict(num_experts=4, eval_capacity_factor=2.5, capacity_rounding="round")),
         ("widenet_b", dict(eval_capacity_factor=1.2)),
     ],

@@ -12,7 +12,12 @@ from common import DATA, SMALL_VIT, TINY, cases, dense_combine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import Mlp
-from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import (
+    BinaryCrossEntropy,
+    JsdCrossEntropy,
+    LabelSmoothingCrossEntropy,
+    SoftTargetCrossEntropy,
+)
 from timm.task import ClassificationTask, LogitDistillationTask
 from torch import nn
 
@@ -21,7 +26,14 @@ from timm_moe.analysis.demo import load_images
 from timm_moe.analysis.metrics import PairwiseKL
 from timm_moe.checkpoints.vmoe import import_checkpoint, state_dict_from_flax
 from timm_moe.convert.blocks import activated_parameters, parameters_of_an_expert
-from timm_moe.layers import EnsembleRouter, MoeMlp, MultiHeadRouter, PartitionedRouter, TopKRouter, tile
+from timm_moe.layers import (
+    EnsembleRouter,
+    MoeMlp,
+    MultiHeadRouter,
+    PartitionedRouter,
+    TopKRouter,
+    tile,
+)
 from timm_moe.layers.dispatch import queue
 
 SMALL = dict(**SMALL_VIT, num_experts=4)
@@ -44,14 +56,18 @@ def test_each_kind_has_its_routers(kind, names):
     model = ensemble(ensemble=kind, ensemble_size=2, top_k=2, num_experts=6, noise_std=1.0)
     layers = timm_moe.moe_layers(model).values()
     assert [type(layer.router).__name__ for layer in layers] == names
-    assert [layer.router.loss_weights for layer in layers] == [{"importance": 0.005, "load": 0.005}] * 2
+    assert [layer.router.loss_weights for layer in layers] == [
+        {"importance": 0.005, "load": 0.005}
+    ] * 2
 
 
 @pytest.mark.parametrize("noisy", [False, True])
 def test_router_matches_the_reference(golden, noisy, monkeypatch):
     for case in cases(golden("ensemble_router"), "e"):
         prefix = "noisy_" if noisy else "det_"
-        expected = SimpleNamespace(**{k.removeprefix(prefix): v for k, v in vars(case).items() if k.startswith(prefix)})
+        expected = SimpleNamespace(
+            **{k.removeprefix(prefix): v for k, v in vars(case).items() if k.startswith(prefix)}
+        )
         _, rows, width, num_experts, members, top_k = case.meta_G_S_D_E_M_K.tolist()
         router = EnsembleRouter(
             width,
@@ -73,9 +89,15 @@ def test_router_matches_the_reference(golden, noisy, monkeypatch):
         (record,) = router.records
         for name in ("importance", *(("load",) if noisy else ())):
             torch.testing.assert_close(
-                record.losses[name], getattr(expected, f"{name}_loss").mean(), rtol=1e-3, atol=0, check_dtype=False
+                record.losses[name],
+                getattr(expected, f"{name}_loss").mean(),
+                rtol=1e-3,
+                atol=0,
+                check_dtype=False,
             )
-        assert (router._capacity(rows) or rows // members) == min(int(expected.capacity), rows // members)
+        assert (router._capacity(rows) or rows // members) == min(
+            int(expected.capacity), rows // members
+        )
 
 
 @pytest.mark.parametrize("run", ["k1_c15", "k2_c8", "k1_c05"])
@@ -94,12 +116,16 @@ def test_model_matches_the_reference(golden, run):
         aux_loss="importance",
         aux_loss_weight=0.005,
     )
-    model.load_state_dict(state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")}))
+    model.load_state_dict(
+        state_dict_from_flax({k: v for k, v in arrays.items() if k.startswith("params/")})
+    )
     images = arrays["images_NHWC"].permute(0, 3, 1, 2)
     expected = arrays[f"{run}/logits_repeat_interleaved"].unflatten(0, (4, 2))
     torch.testing.assert_close(model(images), expected, rtol=0, atol=1e-4)
     loss = timm_moe.auxiliary_loss(model)
-    torch.testing.assert_close(loss, arrays[f"{run}/auxiliary_loss_GM"].mean(), rtol=1e-3, atol=0, check_dtype=False)
+    torch.testing.assert_close(
+        loss, arrays[f"{run}/auxiliary_loss_GM"].mean(), rtol=1e-3, atol=0, check_dtype=False
+    )
     model.eval()
     torch.testing.assert_close(model.forward_members(images), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(model(images), expected.softmax(2).mean(1).log(), rtol=0, atol=1e-4)
@@ -129,31 +155,51 @@ def test_losses_match_the_golden_file(golden):
     factor=st.sampled_from([None, 0.5, 1.0, 3.0]),
     compiled=st.booleans(),
 )
-def test_members_route_as_routers_of_their_own(members, experts_each, top_k, images, rows, factor, compiled):
+def test_members_route_as_routers_of_their_own(
+    members, experts_each, top_k, images, rows, factor, compiled
+):
     """And all parts together, without tiling, are the sum of such routers."""
     top_k, num_experts = min(top_k, experts_each), members * experts_each
-    options = dict(capacity_factor=factor, capacity_multiple=1, loss_weights={"importance": 1.0, "balance": 2.0})
+    options = dict(
+        capacity_factor=factor,
+        capacity_multiple=1,
+        loss_weights={"importance": 1.0, "balance": 2.0},
+    )
     x = torch.randn(images, rows, 5)
     tiled = x.repeat_interleave(members, 0) + 0.5 * torch.randn(images * members, rows, 5)
     ffn = Mlp(5, 6)
     whole = MoeMlp(
-        ffn, EnsembleRouter(5, num_experts, top_k, ensemble_size=members, **options), num_experts, "independent"
+        ffn,
+        EnsembleRouter(5, num_experts, top_k, ensemble_size=members, **options),
+        num_experts,
+        "independent",
     )
-    parts = MoeMlp(ffn, PartitionedRouter(5, num_experts, top_k, ensemble_size=members, **options), num_experts)
+    parts = MoeMlp(
+        ffn, PartitionedRouter(5, num_experts, top_k, ensemble_size=members, **options), num_experts
+    )
     parts.load_state_dict(whole.state_dict())
-    alone = [MoeMlp(ffn, TopKRouter(5, experts_each, top_k, **options), experts_each) for _ in range(members)]
+    alone = [
+        MoeMlp(ffn, TopKRouter(5, experts_each, top_k, **options), experts_each)
+        for _ in range(members)
+    ]
     for member, layer in enumerate(alone):
         own = slice(member * experts_each, (member + 1) * experts_each)
         layer.load_state_dict({name: tensor[own] for name, tensor in whole.state_dict().items()})
     with pytest.MonkeyPatch.context() as patch:
         if compiled:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        expected = torch.stack([layer(tiled[member::members]) for member, layer in enumerate(alone)], 1).flatten(0, 1)
+        expected = torch.stack(
+            [layer(tiled[member::members]) for member, layer in enumerate(alone)], 1
+        ).flatten(0, 1)
         torch.testing.assert_close(whole(tiled), expected, rtol=1e-4, atol=1e-5)
         losses = [layer.router.records[-1] for layer in alone]
         mean = sum(record.weighted_loss for record in losses) / members
-        torch.testing.assert_close(whole.router.records[-1].weighted_loss, mean, rtol=1e-4, atol=1e-5)
-        assert torch.equal(whole.router.records[-1].load, torch.cat([record.load for record in losses]))
+        torch.testing.assert_close(
+            whole.router.records[-1].weighted_loss, mean, rtol=1e-4, atol=1e-5
+        )
+        assert torch.equal(
+            whole.router.records[-1].load, torch.cat([record.load for record in losses])
+        )
         assert whole.router.records[-1].dropped == sum(record.dropped for record in losses)
         torch.testing.assert_close(parts(x), sum(layer(x) for layer in alone), rtol=1e-4, atol=1e-5)
 
@@ -179,15 +225,24 @@ def test_heads_get_the_choices_one_by_one(top_k, images, rows, factor, compiled)
         y = heads(x.repeat_interleave(top_k, 0)).unflatten(0, (images, top_k))
         torch.testing.assert_close(y.sum(1), summed(x), rtol=1e-4, atol=1e-5)
         logits = x.flatten(0, 1) @ summed.router.weight.T
-        expert = logits.softmax(1).sort(dim=1, descending=True, stable=True).indices[None, :, :top_k]
+        expert = (
+            logits.softmax(1).sort(dim=1, descending=True, stable=True).indices[None, :, :top_k]
+        )
         capacity = summed.router._capacity(images * rows) or images * rows
         kept = queue(expert, 4).rank <= capacity
         assert torch.equal((y.abs().sum(3) == 0).transpose(1, 2).flatten(0, 1), ~kept[0])
 
 
 def test_one_member_is_a_vmoe(images):
-    vmoe = timm.create_model("vmoe_s32", **SMALL, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, noise_std=0,
-                             aux_loss="importance")  # fmt: skip
+    vmoe = timm.create_model(
+        "vmoe_s32",
+        **SMALL,
+        top_k=1,
+        capacity_factor=1.5,
+        eval_capacity_factor=8.0,
+        noise_std=0,
+        aux_loss="importance",
+    )
     pbe = ensemble(ensemble_size=1, expert_dropout=0.0, noise_std=0, aux_loss="importance")
     pbe.load_state_dict(vmoe.state_dict())
     torch.testing.assert_close(pbe(images)[:, 0], vmoe(images))
@@ -214,7 +269,8 @@ def test_images_are_repeated_from_the_first_expert_block_on(images):
 def test_members_get_no_padding(images):
     mask = (torch.arange(17) < torch.tensor([[17], [10]]))[:, None, None]
     with pytest.raises(
-        ValueError, match=r"has padding, which the router of blocks\.1\.mlp cannot leave out, .*ensemble"
+        ValueError,
+        match=r"has padding, which the router of blocks\.1\.mlp cannot leave out, .*ensemble",
     ):
         ensemble()(images[:2], attn_mask=mask)
     assert ensemble()(images[:2], attn_mask=torch.ones_like(mask)).shape == (2, 2, 5)
@@ -229,7 +285,8 @@ def test_members_differ_as_the_papers_ablations_do(images):
     tiling = ensemble(ensemble="tiling").eval()
     for layer in timm_moe.moe_layers(tiling).values():
         layer.router.noise_std = 0
-    torch.testing.assert_close(*tiling.forward_members(images).unbind(1))  # without noise its members are one
+    # Without noise its members are one.
+    torch.testing.assert_close(*tiling.forward_members(images).unbind(1))
     noisy = ensemble(ensemble="tiling", noise_std=4.0).eval()
     assert not torch.equal(*noisy.forward_members(images).unbind(1))
     assert not torch.equal(*ensemble().eval().forward_members(images).unbind(1))
@@ -239,7 +296,10 @@ def test_members_differ_as_the_papers_ablations_do(images):
 
 def train(model, images, labels, epochs, lr):
     """Train a model on all the images, and put it in eval mode."""
-    criterion, optimizer = timm_moe.MemberLoss(nn.CrossEntropyLoss()), torch.optim.AdamW(model.parameters(), lr=lr)
+    criterion, optimizer = (
+        timm_moe.MemberLoss(nn.CrossEntropyLoss()),
+        torch.optim.AdamW(model.parameters(), lr=lr),
+    )
     for _ in range(epochs):
         for batch in torch.randperm(len(images)).split(64):
             loss = criterion(model(images[batch]), labels[batch]) + timm_moe.auxiliary_loss(model)
@@ -253,8 +313,19 @@ def train(model, images, labels, epochs, lr):
 def test_members_are_far_more_diverse_than_those_of_tiling_alone():
     """Fine-tuned from one V-MoE as in the paper (table 3); measured here: 0.073 and 0.011."""
     (images, labels), (test_images, test_labels) = load_images()
-    digits = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=32, depth=4, num_heads=2, mlp_ratio=2)
-    upstream = train(timm.create_model("vmoe_s32", num_experts=16, **digits), images, labels, 10, 4e-3)
+    digits = dict(
+        img_size=8,
+        patch_size=2,
+        in_chans=1,
+        num_classes=10,
+        embed_dim=32,
+        depth=4,
+        num_heads=2,
+        mlp_ratio=2,
+    )
+    upstream = train(
+        timm.create_model("vmoe_s32", num_experts=16, **digits), images, labels, 10, 4e-3
+    )
     divergence = {}
     for kind in ("pbe", "tiling"):
         model = timm.create_model("vmoe_pbe_s32", num_experts=16, ensemble=kind, **digits)
@@ -289,14 +360,20 @@ def test_a_task_trains_on_the_mean_loss_of_the_members(images, criterion, target
     model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     result = ClassificationTask(model, criterion, verbose=False)(images, target)
     expected = torch.stack([criterion(member, target) for member in outputs[0].unbind(1)]).mean()
-    torch.testing.assert_close(result["loss"] - result["auxiliary_loss"], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        result["loss"] - result["auxiliary_loss"], expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_an_ensemble_is_no_student(dense_vit, images):
-    with pytest.raises(ValueError, match="LogitDistillationTask cannot train an ensemble such as EnsembleVision"):
+    with pytest.raises(
+        ValueError, match="LogitDistillationTask cannot train an ensemble such as EnsembleVision"
+    ):
         LogitDistillationTask(ensemble(), dense_vit, nn.CrossEntropyLoss(), verbose=False)
     teacher, student = ensemble().eval(), dense_vit.train()
-    task = LogitDistillationTask(student, teacher, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+    task = LogitDistillationTask(
+        student, teacher, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False
+    )
     task(images, torch.tensor([0, 1, 2, 3, 4, 0]))["loss"].backward()
     assert dense_vit.head.weight.grad is not None
 
@@ -319,7 +396,12 @@ def test_an_ensemble_as_backbone_of_another_model(images):
             return self.head(self.backbone(x)[-1])
 
     targets = torch.randint(5, (6, 4, 4))
-    assert ClassificationTask(Segmenter(), nn.CrossEntropyLoss(), verbose=False)(images, targets)["loss"] > 0
+    assert (
+        ClassificationTask(Segmenter(), nn.CrossEntropyLoss(), verbose=False)(images, targets)[
+            "loss"
+        ]
+        > 0
+    )
 
 
 @pytest.mark.parametrize("prune", [True, False])
@@ -348,9 +430,13 @@ def test_timm_sees_an_ordinary_classifier(images):
     assert model.forward_head(model.forward_features(images), pre_logits=True).shape == (6, 32)
     final, features = model.forward_intermediates(images, return_prefix_tokens=True)
     torch.testing.assert_close(model.forward_head(final), model(images))
-    assert [(tuple(f.shape), tuple(p.shape)) for f, p in features] == [((6, 32, 4, 4), (6, 1, 32))] * 4
+    assert [(tuple(f.shape), tuple(p.shape)) for f, p in features] == [
+        ((6, 32, 4, 4), (6, 1, 32))
+    ] * 4
     tokens = model.forward_features(images)
-    (last,) = model.forward_intermediates(images, indices=1, norm=True, output_fmt="NLC", intermediates_only=True)
+    (last,) = model.forward_intermediates(
+        images, indices=1, norm=True, output_fmt="NLC", intermediates_only=True
+    )
     torch.testing.assert_close(last, tokens.unflatten(0, (6, 2)).mean(1)[:, 1:])
     backbone = timm.create_model("vmoe_pbe_s32", features_only=True, **SMALL)
     assert [tuple(feature.shape) for feature in backbone(images)] == [(6, 32, 4, 4)] * 3
@@ -365,7 +451,9 @@ def test_routing_degree():
     assert PartitionedRouter(8, 6, 1, ensemble_size=3).routing_degree() == 8
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 def test_copies_compute_the_same(images, duplicate):
     model = ensemble().eval()
     torch.testing.assert_close(duplicate(model)(images), model(images))
@@ -379,16 +467,21 @@ def test_checkpointing_and_compilation(images):
     torch.testing.assert_close(model(images), expected)
     model.set_grad_checkpointing(False)
     torch.testing.assert_close(torch.compile(model, backend="eager")(images), expected)
-    torch.testing.assert_close(torch.compile(model, backend="aot_eager", dynamic=True)(images), expected)
+    torch.testing.assert_close(
+        torch.compile(model, backend="aot_eager", dynamic=True)(images), expected
+    )
     traced = torch.jit.trace(model.eval(), images[:2])
     for part in (images, images[:1]):  # capacities are those of the batch
         torch.testing.assert_close(traced(part), model(part))
 
 
 def test_what_a_row_passes_through():
-    sizes = {kind: activated_parameters(ensemble(ensemble=kind)) for kind in ("pbe", "partitioning")}
+    sizes = {
+        kind: activated_parameters(ensemble(ensemble=kind)) for kind in ("pbe", "partitioning")
+    }
     expert = parameters_of_an_expert(next(iter(timm_moe.moe_layers(ensemble()).values())))
-    assert sizes["partitioning"] == sizes["pbe"] + 2 * expert  # in two layers, an expert of the other member too
+    # In two layers, an expert of the other member too.
+    assert sizes["partitioning"] == sizes["pbe"] + 2 * expert
     degrees = {
         kind: timm_moe.moe_layers(ensemble(ensemble=kind))["blocks.3.mlp"].router.routing_degree()
         for kind in ("pbe", "tiling")
@@ -397,9 +490,13 @@ def test_what_a_row_passes_through():
 
 
 def test_upcycled_from_a_dense_or_an_expert_checkpoint(dense_vit, images):
-    model = ensemble(top_k=2, expert_dropout=0.0, capacity_factor="none", eval_capacity_factor="none").eval()
+    model = ensemble(
+        top_k=2, expert_dropout=0.0, capacity_factor="none", eval_capacity_factor="none"
+    ).eval()
     model.load_state_dict(dense_vit.state_dict())  # with K = E / M a token's gates sum to 1
-    torch.testing.assert_close(model(images), dense_vit(images).log_softmax(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(images), dense_vit(images).log_softmax(1), rtol=1e-4, atol=1e-5
+    )
     vmoe = timm.create_model("vmoe_s32", **SMALL)
     assert vmoe.state_dict().keys() == model.state_dict().keys()
     model.load_state_dict(vmoe.state_dict())
@@ -418,7 +515,10 @@ def test_official_checkpoint(tmp_path):
     assert imported.name == "vmoe_pbe_s32"
     assert imported.kwargs["ensemble_size"] == 2
     model = timm.create_model(
-        imported.name, **imported.kwargs, checkpoint_path=str(tmp_path / "eee.safetensors"), group_images=2
+        imported.name,
+        **imported.kwargs,
+        checkpoint_path=str(tmp_path / "eee.safetensors"),
+        group_images=2,
     )
     images = torch.from_numpy(expected["images_NHWC"]).permute(0, 3, 1, 2)
     logits = model.eval().forward_members(images).flatten(0, 1)
@@ -430,14 +530,35 @@ def test_official_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(ensemble_size=3), "num_experts=4 cannot be divided among the members of ensemble_size=3"),
-        (dict(ensemble_size=4, top_k=2), "top_k=2 exceeds the 1 experts that each of the 4 members has"),
+        (
+            dict(ensemble_size=3),
+            "num_experts=4 cannot be divided among the members of ensemble_size=3",
+        ),
+        (
+            dict(ensemble_size=4, top_k=2),
+            "top_k=2 exceeds the 1 experts that each of the 4 members has",
+        ),
         (dict(ensemble_size=0), "ensemble_size must be an integer of at least 1, got 0"),
-        (dict(ensemble="bagging"), "ensemble must be one of pbe, tiling, partitioning, multi_head, got 'bagging'"),
-        (dict(ensemble="multi_head", ensemble_size=3, top_k=2), "set top_k=3 as ensemble_size, got top_k=2"),
-        (dict(ensemble="tiling", noise_std=0, aux_loss="importance"), "ensemble='tiling' differ by noise alone"),
-        (dict(ensemble="tiling", ensemble_size=1), "ensemble='tiling' needs an ensemble_size above 1"),
-        (dict(routing_unit="image"), "members of an ensemble route tokens, so routing_unit='image' has no place here"),
+        (
+            dict(ensemble="bagging"),
+            "ensemble must be one of pbe, tiling, partitioning, multi_head, got 'bagging'",
+        ),
+        (
+            dict(ensemble="multi_head", ensemble_size=3, top_k=2),
+            "set top_k=3 as ensemble_size, got top_k=2",
+        ),
+        (
+            dict(ensemble="tiling", noise_std=0, aux_loss="importance"),
+            "ensemble='tiling' differ by noise alone",
+        ),
+        (
+            dict(ensemble="tiling", ensemble_size=1),
+            "ensemble='tiling' needs an ensemble_size above 1",
+        ),
+        (
+            dict(routing_unit="image"),
+            "members of an ensemble route tokens, so routing_unit='image' has no place here",
+        ),
     ],
 )
 def test_bad_options(options, message):

@@ -48,13 +48,17 @@ def test_a_backbone_that_timm_builds_first_is_built_as_it_is(name):
 
 
 def spread(layer):
-    return max((stacked - stacked.mean(0)).abs().max() for _, stacked in layer.named_expert_parameters())
+    return max(
+        (stacked - stacked.mean(0)).abs().max() for _, stacked in layer.named_expert_parameters()
+    )
 
 
 def test_windows_that_were_changed_later_are_not_lost(tmp_path):
     model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN, window_size=2)
     model.set_input_size((128, 128))
-    with pytest.raises(ValueError, match=r"does not load .*relative_position_bias_table as it was saved"):
+    with pytest.raises(
+        ValueError, match=r"does not load .*relative_position_bias_table as it was saved"
+    ):
         timm_moe.export_dense(model, tmp_path / "swin")
     now = {**TINY_SWIN, "img_size": 128, "window_size": 4}
     assert timm_moe.export_dense(model, tmp_path / "swin", model_args=now).exact
@@ -62,14 +66,18 @@ def test_windows_that_were_changed_later_are_not_lost(tmp_path):
 
 def test_every_family_has_a_small_one_here():
     families = {model_entrypoint(name).__module__ for name in SMALL}
-    with_models = {f"timm.models.{name}" for name, module in ewa._families.items() if module.__all__}
+    with_models = {
+        f"timm.models.{name}" for name, module in ewa._families.items() if module.__all__
+    }
     assert families == with_models
 
 
 def test_every_pretrained_tag_of_timm_is_there_with_its_repository():
     assert len(ewa.architectures()) > 450
     for architecture in ewa.architectures():
-        stock, ours = (get_arch_pretrained_cfgs(name) for name in (architecture, f"{architecture}_ewa_moe"))
+        stock, ours = (
+            get_arch_pretrained_cfgs(name) for name in (architecture, f"{architecture}_ewa_moe")
+        )
         assert [(cfg.tag, cfg.hf_hub_id) for cfg in ours.values()] == [
             (cfg.tag, cfg.hf_hub_id) for cfg in stock.values()
         ]
@@ -84,7 +92,9 @@ def test_timm_lists_them_with_their_family():
 
 def test_short_names_stay_what_they_were():
     assert model_entrypoint("vit_small_ewa_moe").__module__ == "timm_moe.models.vision_transformer"
-    assert {"vit_tiny", "vit_small", "vit_base", "vit_large", "vit_xtiny"}.isdisjoint(ewa.architectures())
+    assert {"vit_tiny", "vit_small", "vit_base", "vit_large", "vit_xtiny"}.isdisjoint(
+        ewa.architectures()
+    )
 
 
 def test_stock_models_stay_stock():
@@ -96,14 +106,27 @@ def test_stock_models_stay_stock():
 
 def test_options_and_features():
     model = timm.create_model(
-        "swin_tiny_patch4_window7_224_ewa_moe", num_experts=3, moe_layers="1,2", share_rate=0.1, **TINY_SWIN
+        "swin_tiny_patch4_window7_224_ewa_moe",
+        num_experts=3,
+        moe_layers="1,2",
+        share_rate=0.1,
+        **TINY_SWIN,
     )
     assert list(timm_moe.moe_layers(model)) == ["layers.1.blocks.0.mlp", "layers.2.blocks.0.mlp"]
-    assert {(layer.num_experts, layer.share_rate) for layer in timm_moe.moe_layers(model).values()} == {(3, 0.1)}
+    assert {
+        (layer.num_experts, layer.share_rate) for layer in timm_moe.moe_layers(model).values()
+    } == {(3, 0.1)}
     weight = model.layers[1].blocks[0].mlp.fc1.weight
     assert not torch.equal(weight[0], weight[1])  # from scratch
-    features = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", features_only=True, **TINY_SWIN)
-    assert [feature.shape[-1] for feature in features(torch.randn(1, 3, 64, 64))] == [16, 32, 64, 128]
+    features = timm.create_model(
+        "swin_tiny_patch4_window7_224_ewa_moe", features_only=True, **TINY_SWIN
+    )
+    assert [feature.shape[-1] for feature in features(torch.randn(1, 3, 64, 64))] == [
+        16,
+        32,
+        64,
+        128,
+    ]
     with pytest.raises(ValueError, match="share_rate must lie between 0"):
         timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", share_rate=2, **TINY_SWIN)
 
@@ -132,23 +155,32 @@ def test_a_dense_checkpoint_is_upcycled_from_a_file(tmp_path):
     save_file(dense.state_dict(), tmp_path / "dense.safetensors")
     images = torch.randn(2, 3, 64, 64)
     model = timm.create_model(
-        "swin_tiny_patch4_window7_224_ewa_moe", checkpoint_path=str(tmp_path / "dense.safetensors"), **TINY_SWIN
+        "swin_tiny_patch4_window7_224_ewa_moe",
+        checkpoint_path=str(tmp_path / "dense.safetensors"),
+        **TINY_SWIN,
     )
     assert torch.equal(model.eval()(images), dense(images))
     overlay = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
     model = timm.create_model(
-        "swin_tiny_patch4_window7_224_ewa_moe.ms_in22k", pretrained=True, pretrained_cfg_overlay=overlay, **TINY_SWIN
+        "swin_tiny_patch4_window7_224_ewa_moe.ms_in22k",
+        pretrained=True,
+        pretrained_cfg_overlay=overlay,
+        **TINY_SWIN,
     )
     assert torch.equal(model.eval()(images), dense(images))
 
 
-@pytest.mark.parametrize("architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", "caformer_s18"])
+@pytest.mark.parametrize(
+    "architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", "caformer_s18"]
+)
 def test_the_page_of_the_models(architecture):
     page = (ROOT / "docs/generated/models.md").read_text()
     assert row(architecture) in page.splitlines()
 
 
-@pytest.mark.skipif(timm.__version__ != "1.0.31", reason="the documents give the numbers of timm 1.0.31")
+@pytest.mark.skipif(
+    timm.__version__ != "1.0.31", reason="the documents give the numbers of timm 1.0.31"
+)
 def test_the_numbers_of_names_in_the_documents():
     names, forms = len(registered_models("*")), len(ewa.architectures())
     for file, text in (

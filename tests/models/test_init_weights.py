@@ -64,18 +64,24 @@ def test_a_model_from_meta_is_initialised_like_one_that_was_built_in_memory(case
         reference = expected.get_submodule(path)
         for (name, got), like in zip(layer.named_parameters(), reference.parameters(), strict=True):
             std, mean = spread(like)
-            assert spread(got) == (pytest.approx(std, rel=0.5, abs=1e-7), pytest.approx(mean, abs=std + 1e-6))
+            assert spread(got) == (
+                pytest.approx(std, rel=0.5, abs=1e-7),
+                pytest.approx(mean, abs=std + 1e-6),
+            )
             if name.startswith("fc1.weight"):
                 assert torch.equal(got[0], got[1]) == torch.equal(like[0], like[1])
     images = torch.randn(2, 3, *([56, 56] if "swin" in case else [32, 32]))
-    for module in (model,) if case.endswith("skip") else (model, expected):  # skipped, it is as memory happened to be
+    # Skipped, it is as memory happened to be.
+    for module in (model,) if case.endswith("skip") else (model, expected):
         assert module.eval()(images).isfinite().all()
 
 
 def test_a_model_in_memory_is_initialised_before_its_conversion():
     for name in ("vit_tiny_patch16_224", "beit_base_patch16_224"):
         model = timm_moe.convert_to_moe(timm.create_model(name, **SMALL_VIT), router="top_k")
-        with pytest.raises(RuntimeError, match=r"call init_weights\(\) of the model before convert_to_moe"):
+        with pytest.raises(
+            RuntimeError, match=r"call init_weights\(\) of the model before convert_to_moe"
+        ):
             model.init_weights()
 
 

@@ -30,7 +30,8 @@ def test_names_take_over_every_pretrained_tag_of_their_stock_model(size):
 
 
 def test_parameter_ratio_of_the_papers_table_1():
-    # numbers.json: V-MoE-S with 8 experts in every other block is 3.25 times ViT-S, 3.2505 without routers
+    # numbers.json: V-MoE-S with 8 experts in every other block is 3.25 times ViT-S, 3.2505 without
+    # routers
     with weightless():
         moe = timm.create_model("vit_small_ewa_moe", num_experts=8)
         dense = timm.create_model("vit_small_patch16_224")
@@ -41,7 +42,8 @@ def test_parameter_ratio_of_the_papers_table_1():
 def test_xtiny_is_the_papers_small_data_model():
     with weightless():
         model = timm.create_model("vit_xtiny_ewa_moe")
-    assert round(sum(p.numel() for p in timm_moe.to_dense(model).parameters()) / 1e6, 2) == 2.71  # arXiv 2112.13492
+    # arXiv 2112.13492.
+    assert round(sum(p.numel() for p in timm_moe.to_dense(model).parameters()) / 1e6, 2) == 2.71
     assert list(timm_moe.moe_layers(model)) == [f"blocks.{block}.mlp" for block in (1, 3, 5, 7)]
     assert model.pretrained_cfg["input_size"] == (3, 32, 32)
 
@@ -109,7 +111,8 @@ def test_gradient_checkpointing_repeats_the_partition(ewa_vit, images):
     assert torch.equal(*gradients)
 
 
-# --- every road upcycles a dense checkpoint: the model gives the dense model's outputs, every expert is a copy
+# --- every road upcycles a dense checkpoint: the model gives the dense model's outputs, every
+# expert is a copy
 
 
 @pytest.fixture
@@ -120,7 +123,10 @@ def dense_file(dense_vit, tmp_path):
 
 def pretrained_overlay(file, **kwargs):
     return timm.create_model(
-        "vit_tiny_ewa_moe", pretrained=True, pretrained_cfg_overlay=dict(file=file, **kwargs), **SMALL_VIT
+        "vit_tiny_ewa_moe",
+        pretrained=True,
+        pretrained_cfg_overlay=dict(file=file, **kwargs),
+        **SMALL_VIT,
     )
 
 
@@ -137,7 +143,8 @@ def test_road_pretrained_cfg_overlay(dense_vit, dense_file, images):
 
 
 def test_road_pretrained_path_of_train_py_resets_the_head(dense_vit, dense_file, images):
-    model = pretrained_overlay(dense_file, num_classes=-1)  # what train.py --pretrained --pretrained-path does
+    # What train.py --pretrained --pretrained-path does.
+    model = pretrained_overlay(dense_file, num_classes=-1)
     assert not torch.equal(model.head.weight, dense_vit.head.weight)
     model.head.load_state_dict(dense_vit.head.state_dict())
     assert_upcycled(model, dense_vit, images)
@@ -150,7 +157,9 @@ def test_road_initial_checkpoint(dense_vit, dense_file, images):
 
 def test_road_train_py_checkpoint_of_a_dense_run(dense_vit, tmp_path, images):
     torch.save({"state_dict": dense_vit.state_dict(), "epoch": 3}, tmp_path / "last.pth.tar")
-    model = timm.create_model("vit_tiny_ewa_moe", checkpoint_path=str(tmp_path / "last.pth.tar"), **SMALL_VIT)
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", checkpoint_path=str(tmp_path / "last.pth.tar"), **SMALL_VIT
+    )
     assert_upcycled(model, dense_vit, images)
 
 
@@ -186,9 +195,13 @@ torch.save(model.eval()(torch.load({str(tmp_path / "images.pt")!r})).detach(), {
 
 def test_road_local_dir_and_an_moe_checkpoint_loads_as_it_is(ewa_vit, tmp_path, images):
     save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
-    assert json.loads((tmp_path / "moe/config.json").read_text())["architecture"] == "vit_tiny_ewa_moe"
+    assert (
+        json.loads((tmp_path / "moe/config.json").read_text())["architecture"] == "vit_tiny_ewa_moe"
+    )
     model = timm.create_model(f"local-dir:{tmp_path}/moe", pretrained=True)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ewa_vit.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), ewa_vit.parameters(), strict=True)
+    )
     assert torch.equal(model.eval()(images), ewa_vit.eval()(images))
 
 
@@ -200,7 +213,9 @@ def test_resized_images_channels_and_classes_compose_with_upcycling(dense_file, 
         roads[name] = timm.create_model(
             name,
             pretrained=True,
-            pretrained_cfg_overlay=dict(file=dense_file, num_classes=5, input_size=(3, 32, 32), custom_load=False),
+            pretrained_cfg_overlay=dict(
+                file=dense_file, num_classes=5, input_size=(3, 32, 32), custom_load=False
+            ),
             **kwargs,
         ).eval()
     dense, model = roads.values()
@@ -236,13 +251,20 @@ def test_routed_models_have_the_weights_and_the_size_of_their_stock_model(name, 
     with weightless():
         dense, model = timm.create_model(stock), timm.create_model(name)
     shapes = {key: value.shape for key, value in dense.state_dict().items()}
-    assert {key: value.shape for key, value in timm_moe.to_dense(model).state_dict().items()} == shapes
+    assert {
+        key: value.shape for key, value in timm_moe.to_dense(model).state_dict().items()
+    } == shapes
 
 
 @pytest.mark.parametrize(
     ("name", "layers", "experts", "options"),
     [
-        ("vit_small_moe", range(1, 12, 2), 4, dict(top_k=1, noise_std=0, loss_weights={"balance": 0.01})),
+        (
+            "vit_small_moe",
+            range(1, 12, 2),
+            4,
+            dict(top_k=1, noise_std=0, loss_weights={"balance": 0.01}),
+        ),
         ("vmoe_s32", (5, 7), 32, {}),
         ("vmoe_b16", (9, 11), 32, {}),
         ("vmoe_l32", (21, 23), 32, {}),
@@ -256,7 +278,13 @@ def test_routed_models_are_the_papers(name, layers, experts, options):
     for path, layer in timm_moe.moe_layers(model).items():
         assert (layer.path, layer.num_experts, layer.share_rate) == (path, experts, 0)
         defaults = dict(top_k=2, noise_std=1.0, loss_weights={"importance": 0.005, "load": 0.005})
-        router = {"capacity_factor": 1.05, "eval_capacity_factor": None, "batch_priority": False, **defaults, **options}
+        router = {
+            "capacity_factor": 1.05,
+            "eval_capacity_factor": None,
+            "batch_priority": False,
+            **defaults,
+            **options,
+        }
         assert {option: getattr(layer.router, option) for option in router} == router
 
 
@@ -270,16 +298,21 @@ def test_experts_of_v_moe_start_equal_and_those_of_the_naive_moe_apart():
 
 @pytest.mark.parametrize("road", ["overlay", "checkpoint"])
 def test_routed_experts_are_upcycled_from_a_dense_checkpoint(dense_vit, dense_file, images, road):
-    options = dict(top_k=4, capacity_factor=None)  # with all experts chosen, the dense model's outputs
+    # With all experts chosen, the dense model's outputs.
+    options = dict(top_k=4, capacity_factor=None)
     if road == "overlay":
         overlay = dict(file=dense_file, num_classes=5)
         model = timm.create_model(
             "vit_tiny_moe", pretrained=True, pretrained_cfg_overlay=overlay, **options, **SMALL_VIT
         )
     else:
-        model = timm.create_model("vit_tiny_moe", checkpoint_path=dense_file, **options, **SMALL_VIT)
+        model = timm.create_model(
+            "vit_tiny_moe", checkpoint_path=dense_file, **options, **SMALL_VIT
+        )
     weight = model.blocks[1].mlp.fc1.weight
-    assert all(torch.equal(weight[expert], dense_vit.blocks[1].mlp.fc1.weight) for expert in range(4))
+    assert all(
+        torch.equal(weight[expert], dense_vit.blocks[1].mlp.fc1.weight) for expert in range(4)
+    )
     assert model.blocks[1].mlp.router.weight.std() > 0.01
     torch.testing.assert_close(model.eval()(images), dense_vit(images), rtol=1e-4, atol=1e-5)
 
@@ -320,14 +353,20 @@ def test_exports_with_a_dynamic_batch(name, options, strict, images):
         torch.testing.assert_close(exported(batch), model(batch))
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vmoe_b16", "vimoe_s14_shared", "vmoe_pbe_b16", "widenet_b"])
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_ewa_moe", "vmoe_b16", "vimoe_s14_shared", "vmoe_pbe_b16", "widenet_b"]
+)
 def test_device_and_dtype_are_those_asked_for(name, images):
     options = {**SMALL_VIT, "num_experts": 4}
     model = timm.create_model(name, **options, pre_logits=True, device="meta", dtype=torch.bfloat16)
-    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {
+        ("meta", torch.bfloat16)
+    }
     model = timm.create_model(name, **options, dtype=torch.bfloat16).eval()
     is_mean_of_members = name == "vmoe_pbe_b16"  # whose rounding would change predictions
-    assert model(images.bfloat16()).dtype == (torch.float32 if is_mean_of_members else torch.bfloat16)
+    assert model(images.bfloat16()).dtype == (
+        torch.float32 if is_mean_of_members else torch.bfloat16
+    )
 
 
 def test_pre_logits():
@@ -342,8 +381,13 @@ def test_pre_logits():
 
 
 def test_checkpoints_of_another_kind_of_model_are_named():
-    routed, ewa = (timm.create_model(name, **SMALL_VIT) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"))
-    with pytest.raises(ValueError, match=r"experts in blocks.1.mlp are routed, the model's are not: .*router='top_k'"):
+    routed, ewa = (
+        timm.create_model(name, **SMALL_VIT) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe")
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"experts in blocks.1.mlp are routed, the model's are not: .*router='top_k'",
+    ):
         ewa.load_state_dict(routed.state_dict())
     with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.mlp.router.weight"):
         routed.load_state_dict(ewa.state_dict())
@@ -354,7 +398,15 @@ def test_checkpoints_of_another_kind_of_model_are_named():
         deeper.load_state_dict(routed.state_dict())
 
 
-FAMILIES = ("vit_small_ewa_moe", "vit_base_moe", "vit_xtiny", "pit_xs_32_ewa_moe", "vmoe_s32", "vimoe_s14", "widenet_b")
+FAMILIES = (
+    "vit_small_ewa_moe",
+    "vit_base_moe",
+    "vit_xtiny",
+    "pit_xs_32_ewa_moe",
+    "vmoe_s32",
+    "vimoe_s14",
+    "widenet_b",
+)
 OTHERS = (
     *(
         "vit_xtiny_ewa_moe",
@@ -367,7 +419,14 @@ OTHERS = (
         "soft_moe_s16",
         "swin_moe_small_patch4_window12_192_8e",
     ),
-    *("swin_tiny_patch2_window4_32_ewa_moe", "vimoe_b14", "vimoe_b14_shared", "ones_b", "vmoe_pbe_s32", "vmoe_pbe_b32"),
+    *(
+        "swin_tiny_patch2_window4_32_ewa_moe",
+        "vimoe_b14",
+        "vimoe_b14_shared",
+        "ones_b",
+        "vmoe_pbe_s32",
+        "vmoe_pbe_b32",
+    ),
     *("deit_tiny_patch16_224_ewa_moe", "twins_pcpvt_small_ewa_moe"),
 )
 
@@ -383,7 +442,9 @@ def test_a_folder_needs_to_state_its_classes_only_once(name, tmp_path):
         assert timm.create_model(f"local-dir:{tmp_path}", num_classes=3).num_classes == 3
 
 
-@pytest.mark.parametrize(("name", "default"), [("vimoe_s14", 1000), ("vit_xtiny_ewa_moe", 100), ("pit_xs_32", 100)])
+@pytest.mark.parametrize(
+    ("name", "default"), [("vimoe_s14", 1000), ("vit_xtiny_ewa_moe", 100), ("pit_xs_32", 100)]
+)
 def test_classes_that_nobody_states(name, default):
     with weightless():
         assert timm.create_model(name).num_classes == default
@@ -391,7 +452,8 @@ def test_classes_that_nobody_states(name, default):
         assert timm.create_model(name, pretrained_cfg_overlay={"num_classes": 7}).num_classes == 7
         registered = timm.models.get_pretrained_cfg(name)
         assert timm.create_model(name, pretrained_cfg=registered).num_classes == default
-        headless = {**registered.to_dict(), "num_classes": 0, "source": "local-dir"}  # as of a folder
+        # As of a folder.
+        headless = {**registered.to_dict(), "num_classes": 0, "source": "local-dir"}
         assert timm.create_model(name, pretrained_cfg=headless).num_classes == 0
 
 
@@ -400,4 +462,8 @@ def test_the_short_and_the_long_name_are_one_model():
     short, long = (timm.create_model(name, **SMALL_VIT) for name in names)
     assert type(short) is type(long)
     long.load_state_dict(short.state_dict())
-    assert type(timm_moe.to_dense(long)) is type(timm_moe.to_dense(short)) is timm.models.VisionTransformer
+    assert (
+        type(timm_moe.to_dense(long))
+        is type(timm_moe.to_dense(short))
+        is timm.models.VisionTransformer
+    )

@@ -64,7 +64,8 @@ def slow_shifted_patches(x, patch, norm_weight, norm_bias, weight, bias):
     """Pixel by pixel; what lies outside the image is zero."""
     channels, height, width = x.shape
     half = patch // 2
-    shifts = [(0, 0), (half, half), (half, -half), (-half, half), (-half, -half)]  # of the content: down, right
+    # Of the content: down, right.
+    shifts = [(0, 0), (half, half), (half, -half), (-half, half), (-half, -half)]
     tokens = np.zeros((len(weight), height // patch, width // patch))
     for row, column in np.ndindex(*tokens.shape[1:]):
         flat = []
@@ -90,7 +91,12 @@ def test_shifted_patches_pixel_by_pixel(patch):
     p = arrays(patches)
     expected = [
         slow_shifted_patches(
-            image.numpy(), patch, p["norm.weight"], p["norm.bias"], p["linear.weight"], p["linear.bias"]
+            image.numpy(),
+            patch,
+            p["norm.weight"],
+            p["norm.bias"],
+            p["linear.weight"],
+            p["linear.bias"],
         )
         for image in x
     ]
@@ -121,11 +127,15 @@ def slow_locality_attention(x, heads, p, bias=None):
         for i in range(tokens):
             others = [j for j in range(tokens) if j != i]
             logits = [
-                q[i, part] @ k[j, part] * p["scale"][head].item() + (0 if bias is None else bias[head, i, j])
+                q[i, part] @ k[j, part] * p["scale"][head].item()
+                + (0 if bias is None else bias[head, i, j])
                 for j in others
             ]
             weights = np.exp(logits - np.max(logits))
-            out[i, part] = sum(weight * v[j, part] for weight, j in zip(weights / weights.sum(), others, strict=True))
+            out[i, part] = sum(
+                weight * v[j, part]
+                for weight, j in zip(weights / weights.sum(), others, strict=True)
+            )
     return out @ p["proj.weight"].T + p["proj.bias"]
 
 
@@ -159,7 +169,10 @@ def test_locality_window_attention_token_by_token(masked):
         bias[:, i, j] = table[(down + side - 1) * (2 * side - 1) + right + side - 1]
     expected = [
         slow_locality_attention(
-            window.numpy(), heads, arrays(attention), bias + (mask[index % 2].numpy() if masked else 0)
+            window.numpy(),
+            heads,
+            arrays(attention),
+            bias + (mask[index % 2].numpy() if masked else 0),
         )
         for index, window in enumerate(x)
     ]
@@ -186,7 +199,9 @@ def test_a_token_without_others_attends_to_itself(kind, dtype, autocast):
         value = attention.qkv(x).chunk(3, -1)[2]
         expected = attention.proj(value) + (value if kind == "T2T" else 0)
     narrowest = torch.finfo(y.dtype if autocast is None or dtype == torch.float64 else autocast).eps
-    torch.testing.assert_close(y, expected, rtol=0, atol=4 * narrowest * expected.abs().max().item())
+    torch.testing.assert_close(
+        y, expected, rtol=0, atol=4 * narrowest * expected.abs().max().item()
+    )
     y.float().sum().backward()
     assert x.grad.isfinite().all()
 
@@ -209,13 +224,17 @@ def norm_and_linear(width, out):
             + sum(norm_and_linear(20 * width, 2 * width) - 20 * width for width in (96, 192)),
             2 * 2 + 6 * 4 + 4 * 8,
         ),
-        # and two mergings: in timm a norm and a linear layer without bias; Swin has a norm behind its embedding
+        # and two mergings: in timm a norm and a linear layer without bias; Swin has a norm behind
+        # its embedding
         (
             "swin_tiny_patch2_window4_32",
             7_083_262,
             norm_and_linear(15 * 4, 96)
             - (12 * 96 + 96 + 2 * 96)
-            + sum(norm_and_linear(20 * width, 2 * width) - 8 * width - 8 * width**2 for width in (96, 192)),
+            + sum(
+                norm_and_linear(20 * width, 2 * width) - 8 * width - 8 * width**2
+                for width in (96, 192)
+            ),
             2 * 3 + 6 * 6 + 4 * 12,
         ),
     ],
@@ -230,7 +249,10 @@ def test_parameters(name, dense, shifted, heads):
 def test_sizes_of_the_paper():
     pit, swin = weightless_model("pit_xs_32"), weightless_model("swin_tiny_patch2_window4_32")
     assert [len(stage.blocks) for stage in pit.transformers] == [2, 6, 4]
-    assert [(stage.blocks[0].attn.num_heads, stage.blocks[0].attn.qkv.in_features) for stage in pit.transformers] == [
+    assert [
+        (stage.blocks[0].attn.num_heads, stage.blocks[0].attn.qkv.in_features)
+        for stage in pit.transformers
+    ] == [
         (2, 96),
         (4, 192),
         (8, 384),
@@ -251,7 +273,9 @@ def test_sizes_of_the_paper():
 def test_every_embedding_merging_and_attention_is_replaced(family):
     dense, _, args, _ = FAMILIES[family]
     model = timm.create_model(dense, **args, **SL)
-    assert isinstance(model.patch_embed, TokensToTokenEmbed if family == "t2t" else ShiftedPatchEmbed)
+    assert isinstance(
+        model.patch_embed, TokensToTokenEmbed if family == "t2t" else ShiftedPatchEmbed
+    )
     assert not [module for module in model.modules() if isinstance(module, torch.nn.Conv2d)]
     replaced = sum(isinstance(module, ShiftedPatches) for module in model.modules())
     assert replaced == {"vit": 1, "t2t": 0}.get(family, 3)
@@ -298,8 +322,12 @@ def test_everything_is_trained_and_the_temperature_is_decayed(family, images):
     _, moe, args, _ = FAMILIES[family]
     model = timm.create_model(moe, **args, **SL)
     model(images).square().sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    scales = {id(parameter) for name, parameter in model.named_parameters() if name.endswith("attn.scale")}
+    assert all(
+        parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
+    )
+    scales = {
+        id(parameter) for name, parameter in model.named_parameters() if name.endswith("attn.scale")
+    }
     decays = [
         group["weight_decay"]
         for group in create_optimizer_v2(model, opt="adamw", weight_decay=0.05).param_groups
@@ -335,7 +363,9 @@ def test_options_that_are_no_flags_are_refused(family, half):
 
 
 def test_impossible_patches_are_refused():
-    with pytest.raises(ValueError, match=r"do not overlap: .* a stride of its patch_size, 4, got 2"):
+    with pytest.raises(
+        ValueError, match=r"do not overlap: .* a stride of its patch_size, 4, got 2"
+    ):
         timm.create_model("pit_xs_32", patch_size=4, shifted_patches=True)
     with pytest.raises(TypeError):
         timm.create_model("vit_xtiny", patch_size=(4, 2), shifted_patches=True)
@@ -350,9 +380,15 @@ def test_other_image_sizes(images):
     model = timm.create_model("vit_xtiny", **FAMILIES["vit"][2], **SL)
     model.set_input_size(64)
     assert model(larger).shape == (2, 5)
-    for family, options in {"pit": dict(patch_size=4, stride=4), "swin": dict(patch_size=4)}.items():
+    for family, options in {
+        "pit": dict(patch_size=4, stride=4),
+        "swin": dict(patch_size=4),
+    }.items():
         dense, _, args, _ = FAMILIES[family]
-        assert timm.create_model(dense, **args, **SL, **options, img_size=64)(larger).shape == (2, 5)
+        assert timm.create_model(dense, **args, **SL, **options, img_size=64)(larger).shape == (
+            2,
+            5,
+        )
     dynamic = timm.create_model("vit_xtiny", **FAMILIES["vit"][2], **SL, dynamic_img_size=True)
     assert dynamic(images).shape == (6, 5)
     assert dynamic(larger).shape == (2, 5)
@@ -364,7 +400,9 @@ def arbitrary_weights(model):
     for index, (name, tensor) in enumerate(sorted(model.state_dict().items())):
         drawn = np.random.RandomState(index).standard_normal(tuple(tensor.shape)).astype(np.float32)
         is_norm = tensor.ndim == 1 and name.endswith("weight")
-        weights[name] = torch.from_numpy(drawn * (0.05 if tensor.ndim > 1 else 0.1) + (1 if is_norm else 0))
+        weights[name] = torch.from_numpy(
+            drawn * (0.05 if tensor.ndim > 1 else 0.1) + (1 if is_norm else 0)
+        )
     return {**weights, "pos_embed": model.pos_embed.detach()}
 
 
@@ -393,7 +431,9 @@ def test_t2t_positions_are_fixed_and_experts_are_in_the_blocks():
     assert torch.equal(positions[0, 0, :4], torch.tensor([0.0, 1.0, 0.0, 1.0]))
     for patch_size in (6, 1):
         with pytest.raises(RuntimeError):
-            timm.create_model("t2t_i2_32", depth=1, patch_size=patch_size)(torch.randn(2, 3, 32, 32))
+            timm.create_model("t2t_i2_32", depth=1, patch_size=patch_size)(
+                torch.randn(2, 3, 32, 32)
+            )
 
 
 def test_every_vit_here_may_have_a_layer_before_its_classifier():

@@ -16,25 +16,40 @@ DENSE = "swin_small_patch4_window7_224"
 
 def small(name="swin_moe_small_patch4_window12_192_8e", **options):
     torch.manual_seed(0)
-    return timm.create_model(name, **{**SMALL, "moe_layers": "last-2", "num_experts": 3, "num_classes": 5, **options})
+    return timm.create_model(
+        name, **{**SMALL, "moe_layers": "last-2", "num_experts": 3, "num_classes": 5, **options}
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_published_places_options_and_parameters(name):
     model = weightless_model(name, num_classes=21841)
     layers = timm_moe.moe_layers(model)
-    blocks = [f"layers.2.blocks.{block}.mlp" for block in range(1, 18, 2)] + ["layers.3.blocks.1.mlp"]
+    blocks = [f"layers.2.blocks.{block}.mlp" for block in range(1, 18, 2)] + [
+        "layers.3.blocks.1.mlp"
+    ]
     assert list(layers) == blocks
-    dim, experts = {"small": 96, "base": 128}[name.split("_")[2]], int(name.split("_")[6].removesuffix("e"))
+    dim, experts = (
+        {"small": 96, "base": 128}[name.split("_")[2]],
+        int(name.split("_")[6].removesuffix("e")),
+    )
     dense = weightless_model(
-        f"swin_{name.split('_')[2]}_patch4_window7_224", img_size=192, window_size=12, num_classes=21841
+        f"swin_{name.split('_')[2]}_patch4_window7_224",
+        img_size=192,
+        window_size=12,
+        num_classes=21841,
     )
     expected = sum(parameter.numel() for parameter in dense.parameters())
     for layer in layers.values():
         router, width = layer.router, layer.fc1.weight.shape[2]
         assert layer.num_experts == experts
         assert type(router) is (CosineRouter if name.endswith("cosine") else TopKRouter)
-        assert (router.top_k, router.noise_std, router.batch_priority, router.gate_mode) == (1, 1.0, True, "prob")
+        assert (router.top_k, router.noise_std, router.batch_priority, router.gate_mode) == (
+            1,
+            1.0,
+            True,
+            "prob",
+        )
         assert (router.capacity_factor, router.eval_capacity_factor) == (1.25, None)
         assert (router.capacity_rounding, router.capacity_multiple) == ("floor", 32 // experts)
         assert router.loss_weights == {"importance": 0.005, "load": 0.005}
@@ -52,7 +67,10 @@ def test_all_parameters_of_a_new_or_pretrained_model_and_of_its_student_are_trai
     dense = timm.create_model("swin_tiny_patch4_window7_224", **SMALL, num_classes=5)
     torch.nn.init.ones_(dense.layers[0].blocks[0].mlp.fc2.bias)
     torch.save(dense.state_dict(), tmp_path / "dense.pth")
-    model = small(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "dense.pth"), num_classes=5))
+    model = small(
+        pretrained=True,
+        pretrained_cfg_overlay=dict(file=str(tmp_path / "dense.pth"), num_classes=5),
+    )
     for network in (small(), model, timm_moe.to_dense(model, "sum")):
         assert all(parameter.requires_grad for parameter in network.parameters())
 
@@ -82,13 +100,25 @@ def test_weight_decay_is_that_of_the_reference():
     """It spares biases, norms, position biases and all of a cosine router, but not the linear gate."""
     for score in ("softmax", "cosine"):
         model = small(score=score)
-        groups = timm.optim.create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.1).param_groups
-        decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
-        spared = [name for name, parameter in model.named_parameters() if id(parameter) not in decayed]
+        groups = timm.optim.create_optimizer_v2(
+            model, "adamw", lr=0.1, weight_decay=0.1
+        ).param_groups
+        decayed = {
+            id(parameter)
+            for group in groups
+            if group["weight_decay"]
+            for parameter in group["params"]
+        }
+        spared = [
+            name for name, parameter in model.named_parameters() if id(parameter) not in decayed
+        ]
         routers = {name for name in spared if ".router." in name}
         assert len(routers) == (8 if score == "cosine" else 0)
         rest = [name for name in spared if name not in routers]
-        assert all(name.endswith(("bias", "relative_position_bias_table")) or "norm" in name for name in rest)
+        assert all(
+            name.endswith(("bias", "relative_position_bias_table")) or "norm" in name
+            for name in rest
+        )
         assert len({name for name in rest if name.endswith("relative_position_bias_table")}) == 6
 
 
@@ -102,7 +132,8 @@ def test_dense_weights_go_into_every_expert(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["swin_moe_small_patch4_window12_192_8e", "swin_moe_small_patch4_window12_192_32e_cosine"]
+    "name",
+    ["swin_moe_small_patch4_window12_192_8e", "swin_moe_small_patch4_window12_192_32e_cosine"],
 )
 def test_saved_with_its_experts_and_as_a_swin_of_timm(name, tmp_path):
     model = small(name).eval()
@@ -119,4 +150,9 @@ def test_saved_with_its_experts_and_as_a_swin_of_timm(name, tmp_path):
 
 def test_features_of_all_stages():
     features = small(features_only=True).eval()(torch.randn(1, 3, 64, 64))
-    assert [tuple(x.shape) for x in features] == [(1, 16, 16, 16), (1, 8, 8, 32), (1, 4, 4, 64), (1, 2, 2, 128)]
+    assert [tuple(x.shape) for x in features] == [
+        (1, 16, 16, 16),
+        (1, 8, 8, 32),
+        (1, 4, 4, 64),
+        (1, 2, 2, 128),
+    ]

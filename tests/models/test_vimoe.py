@@ -18,9 +18,19 @@ def case(golden):
 def layer(case, router_class=ImageRouter, layer_class=MoeMlp, **options):
     router = router_class(8, 4, loss_weights={"balance": 1.0}, **options)
     made = layer_class(Mlp(8, 12), router, 4).double()
-    names = {"fc1.weight": "W1", "fc1.bias": "b1", "fc2.weight": "W2", "fc2.bias": "b2", "router.weight": "gate_W"}
+    names = {
+        "fc1.weight": "W1",
+        "fc1.bias": "b1",
+        "fc2.weight": "W2",
+        "fc2.bias": "b2",
+        "router.weight": "gate_W",
+    }
     if layer_class is SharedExpertMlp:
-        names |= {f"shared.{name}": f"shared_{key}" for name, key in names.items() if name != "router.weight"}
+        names |= {
+            f"shared.{name}": f"shared_{key}"
+            for name, key in names.items()
+            if name != "router.weight"
+        }
     made.load_state_dict({name: case[key] for name, key in names.items()})
     return made
 
@@ -90,13 +100,18 @@ def test_a_checkpoint_with_a_shared_expert_does_not_load_without_one():
     [
         ("vit_tiny_patch16_224", dict(class_token=False, global_pool="avg")),
         ("swin_tiny_patch4_window7_224", {}),
-        *((name, dict(depth=2)) for name in ("cait_xxs24_224", "xcit_nano_12_p16_224", "convit_tiny")),
+        *(
+            (name, dict(depth=2))
+            for name in ("cait_xxs24_224", "xcit_nano_12_p16_224", "convit_tiny")
+        ),
     ],
 )
 def test_image_routing_needs_the_class_token_as_first(name, options):
     with torch.device("meta"):
         model = timm.create_model(name, **options)
-    with pytest.raises(ValueError, match=f"this {type(model).__name__} has no class token, or at another place"):
+    with pytest.raises(
+        ValueError, match=f"this {type(model).__name__} has no class token, or at another place"
+    ):
         timm_moe.convert_to_moe(model, router="top_k", routing_unit="image")
 
 
@@ -105,7 +120,10 @@ def test_the_dense_control_is_the_sum_of_two_networks():
     control = timm.create_model("vimoe_s14", num_experts=2, top_k=2, gate_mode="one", **DINO).eval()
     layer = timm_moe.moe_layers(control)["blocks.3.mlp"]
     x = torch.randn(2, 5, 32)
-    experts = [layer.to_ffn({n: w[e].detach() for n, w in layer.named_expert_parameters()}) for e in range(2)]
+    experts = [
+        layer.to_ffn({n: w[e].detach() for n, w in layer.named_expert_parameters()})
+        for e in range(2)
+    ]
     torch.testing.assert_close(layer(x), experts[0](x) + experts[1](x))
 
 
@@ -132,7 +150,9 @@ def test_upcycled_models_compute_what_their_gates_say(tmp_path, name, options, f
     dense = timm.create_model("vit_small_patch14_dinov2", **DINO).eval()
     save_file(dense.state_dict(), tmp_path / "dense.safetensors")
     overlay = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
-    model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **DINO, **options).eval()
+    model = timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay=overlay, **DINO, **options
+    ).eval()
     assert list(timm_moe.moe_layers(model)) == ["blocks.2.mlp", "blocks.3.mlp"]
     with torch.no_grad():
         for block in dense.blocks[2:]:
@@ -155,12 +175,15 @@ BACKBONE = dict(features_only=True, routing_unit="token", **DINO)
 
 
 @pytest.mark.parametrize("name", ["vimoe_s14", "vimoe_s14_shared"])
-@pytest.mark.parametrize(("out_indices", "blocks"), [(2, [2, 3]), ([-1], [3]), ([0, 2], [0, 2]), ([1], [1])])
+@pytest.mark.parametrize(
+    ("out_indices", "blocks"), [(2, [2, 3]), ([-1], [3]), ([0, 2], [0, 2]), ([1], [1])]
+)
 def test_feature_maps_for_dense_prediction(name, out_indices, blocks):
     """They are the patch tokens that the blocks give, the last n for an n."""
     model = timm.create_model(name, routing_unit="token", **DINO)
     backbone = timm.create_model(name, out_indices=out_indices, **BACKBONE)
-    backbone.model.load_state_dict(model.state_dict(), strict=False)  # no head, nor blocks behind the last map
+    # No head, nor blocks behind the last map.
+    backbone.model.load_state_dict(model.state_dict(), strict=False)
     maps = []
     for block in blocks:
         model.blocks[block].register_forward_hook(
@@ -170,7 +193,9 @@ def test_feature_maps_for_dense_prediction(name, out_indices, blocks):
     model(images)
     expected = list(maps)
     torch.testing.assert_close(backbone(images), expected)
-    torch.testing.assert_close(model.forward_intermediates(images, indices=out_indices)[1], expected)
+    torch.testing.assert_close(
+        model.forward_intermediates(images, indices=out_indices)[1], expected
+    )
     assert backbone.feature_info.module_name() == [f"blocks.{block}" for block in blocks]
     assert backbone.feature_info.channels() == [32] * len(blocks)
 
@@ -181,7 +206,9 @@ def test_a_pretrained_backbone(tmp_path):
     norm = {"norm.weight": torch.ones(32), "norm.bias": torch.zeros(32)}  # the backbone dropped it
     save_file(dense.model.state_dict() | norm, tmp_path / "dense.safetensors")
     overlay = dict(file=str(tmp_path / "dense.safetensors"), num_classes=0)
-    backbone = timm.create_model("vimoe_s14", True, pretrained_cfg_overlay=overlay, gate_mode="one", **BACKBONE)
+    backbone = timm.create_model(
+        "vimoe_s14", True, pretrained_cfg_overlay=overlay, gate_mode="one", **BACKBONE
+    )
     images = torch.randn(2, 3, 28, 28)
     torch.testing.assert_close(backbone(images), dense(images), rtol=1e-4, atol=1e-5)
 
@@ -223,7 +250,10 @@ def test_a_backbones_forward_replaces_the_losses_of_the_one_before():
         ({"gate_mode": "sum"}, "gate_mode must be one of prob, one, renorm, got 'sum'"),
         ({"shared_expert": "yes"}, "shared_expert must be True or False, got 'yes'"),
         ({"shared_init": "zero_out"}, "shared_init='zero_out' is an option of shared_expert=True"),
-        ({"shared_expert": True, "shared_init": "zero"}, "shared_init must be one of pretrained, zero_out, got 'zero'"),
+        (
+            {"shared_expert": True, "shared_init": "zero"},
+            "shared_init must be one of pretrained, zero_out, got 'zero'",
+        ),
     ],
 )
 def test_bad_options(options, message):

@@ -22,7 +22,9 @@ from timm_moe.layers import TopKRouter
 from timm_moe.layers.losses import balance_loss
 from timm_moe_cli import main
 
-SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, mlp_ratio=2, num_classes=5)
+SMALL = dict(
+    img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, mlp_ratio=2, num_classes=5
+)
 
 
 def widenet(**options):
@@ -32,16 +34,24 @@ def widenet(**options):
 def test_balance_loss_matches_the_golden_file(golden, monkeypatch):
     for index in range(4):
         case = {
-            k.removeprefix(f"b{index}_"): v for k, v in golden("balance_loss").items() if k.startswith(f"b{index}_")
+            k.removeprefix(f"b{index}_"): v
+            for k, v in golden("balance_loss").items()
+            if k.startswith(f"b{index}_")
         }
         tokens, num_experts = case["logits"].shape
         router = TopKRouter(
-            num_experts, num_experts, int(case["K"]), noise_std=1.0, loss_weights={"balance_top_k": 1.0}
+            num_experts,
+            num_experts,
+            int(case["K"]),
+            noise_std=1.0,
+            loss_weights={"balance_top_k": 1.0},
         ).double()
         router.weight.data = torch.eye(num_experts).double()
         monkeypatch.setattr(torch, "randn_like", lambda x, eps=case["eps"], **_: eps.view_as(x))
         router(case["logits"].double().view(tokens, 1, num_experts))
-        torch.testing.assert_close(router.records[0].weighted_loss, case["loss_official"].double(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            router.records[0].weighted_loss, case["loss_official"].double(), rtol=1e-6, atol=0
+        )
 
 
 def test_balance_loss_at_its_extremes():
@@ -77,22 +87,31 @@ def test_gradients_add_up_over_the_blocks(images):
     """The gradient of what is shared is the sum of those of blocks with equal weights of their own."""
     torch.manual_seed(0)
     shared = widenet(num_experts=0)
-    own = timm.create_model("vit_base_patch16_224", class_token=False, global_pool="avg", fc_norm=False, **SMALL)
+    own = timm.create_model(
+        "vit_base_patch16_224", class_token=False, global_pool="avg", fc_norm=False, **SMALL
+    )
     weights = shared.state_dict()
     own.load_state_dict(
-        {name: weights.get(name, weights.get("blocks.0." + name.split(".", 2)[-1])) for name in own.state_dict()}
+        {
+            name: weights.get(name, weights.get("blocks.0." + name.split(".", 2)[-1]))
+            for name in own.state_dict()
+        }
     )
     for model in (shared, own):
         model(images).square().sum().backward()
     for name in ("attn.qkv.weight", "mlp.fc1.weight", "mlp.fc2.bias"):
         total = sum(block.get_parameter(name).grad for block in own.blocks)
-        torch.testing.assert_close(shared.blocks[0].get_parameter(name).grad, total, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            shared.blocks[0].get_parameter(name).grad, total, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_losses_are_summed_over_the_blocks(images):
     model = widenet()
     terms = []
-    model.blocks[0].mlp.router.register_forward_hook(lambda router, *args: terms.append(router.records[-1]))
+    model.blocks[0].mlp.router.register_forward_hook(
+        lambda router, *args: terms.append(router.records[-1])
+    )
     model(images)
     assert len(terms) == 4
     loss = timm_moe.auxiliary_loss(model)
@@ -146,13 +165,26 @@ def test_padding_is_left_out_in_every_block(images, options, routed):
 
 def test_groups_with_padding_equal_blocks_with_padding(images):
     mask = (torch.arange(16) < torch.tensor([[16], [9]]))[:, None, None]
-    for options in ({}, dict(shared_expert=True), dict(routing_unit="image", class_token=True, global_pool="token")):
-        plain, grouped = widenet(noise_std=0.0, **options), widenet(noise_std=0.0, routing_groups=4, **options)
-        grouped.load_state_dict({_grouped(name): value for name, value in plain.state_dict().items()})
+    for options in (
+        {},
+        dict(shared_expert=True),
+        dict(routing_unit="image", class_token=True, global_pool="token"),
+    ):
+        plain, grouped = (
+            widenet(noise_std=0.0, **options),
+            widenet(noise_std=0.0, routing_groups=4, **options),
+        )
+        grouped.load_state_dict(
+            {_grouped(name): value for name, value in plain.state_dict().items()}
+        )
         given = nn.functional.pad(mask, (1, 0), value=True) if "class_token" in options else mask
         for masks in (given, given[1:]):  # of each image, and one for both
-            torch.testing.assert_close(grouped(images[:2], attn_mask=masks), plain(images[:2], attn_mask=masks))
-    with pytest.raises(ValueError, match=r"has padding, which the router of blocks\.0\.0\.mlp cannot leave out"):
+            torch.testing.assert_close(
+                grouped(images[:2], attn_mask=masks), plain(images[:2], attn_mask=masks)
+            )
+    with pytest.raises(
+        ValueError, match=r"has padding, which the router of blocks\.0\.0\.mlp cannot leave out"
+    ):
         widenet(routing_groups=2, group_images=1)(images[:2], attn_mask=mask)
 
 
@@ -162,7 +194,10 @@ def test_as_many_groups_as_blocks_are_no_groups(images):
     grouped.load_state_dict({_grouped(k): v for k, v in plain.state_dict().items()})
     torch.testing.assert_close(grouped(images), plain(images))
     calls = []
-    plain, grouped = widenet(shared_expert=True).eval(), widenet(shared_expert=True, routing_groups=4).eval()
+    plain, grouped = (
+        widenet(shared_expert=True).eval(),
+        widenet(shared_expert=True, routing_groups=4).eval(),
+    )
     grouped.load_state_dict({_grouped(name): value for name, value in plain.state_dict().items()})
     grouped.blocks[0][0].mlp.register_forward_hook(lambda *args: calls.append(1))
     torch.testing.assert_close(grouped(images), plain(images))
@@ -231,7 +266,14 @@ def test_shared_norms(images):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"routing_groups": 2}, {"shared_norm": True}, {"num_experts": 0}, {"official_compat": True}]
+    "options",
+    [
+        {},
+        {"routing_groups": 2},
+        {"shared_norm": True},
+        {"num_experts": 0},
+        {"official_compat": True},
+    ],
 )
 def test_saved_and_copied(tmp_path, images, options):
     model = widenet(**options).eval()
@@ -239,7 +281,9 @@ def test_saved_and_copied(tmp_path, images, options):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     loaded = widenet(**options, checkpoint_path=str(tmp_path / "model.safetensors")).eval()
     torch.testing.assert_close(loaded(images), expected, rtol=0, atol=0)
-    save_for_hf(model, str(tmp_path / "hub"), model_args={**SMALL, **options}, safe_serialization=True)
+    save_for_hf(
+        model, str(tmp_path / "hub"), model_args={**SMALL, **options}, safe_serialization=True
+    )
     assert set(load_file(tmp_path / "hub" / "model.safetensors")) == set(model.state_dict())
     from_folder = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True).eval()
     torch.testing.assert_close(from_folder(images), expected, rtol=0, atol=0)
@@ -281,7 +325,11 @@ def test_layer_decay_with_groups():
     scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
     named = {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
     assert named["blocks.0.0.mlp.fc1.weight"] == named["blocks.1.1.norm1.weight"]
-    assert named["blocks.0.0.norm1.weight"] == named["blocks.0.1.norm1.weight"] < named["blocks.1.0.norm1.weight"]
+    assert (
+        named["blocks.0.0.norm1.weight"]
+        == named["blocks.0.1.norm1.weight"]
+        < named["blocks.1.0.norm1.weight"]
+    )
 
 
 @pytest.mark.ci
@@ -296,12 +344,16 @@ def test_trained_checkpointed_and_compiled(images):
     torch.testing.assert_close(torch.compile(model, backend="eager")(images), expected)
     assert timm_moe.auxiliary_loss(model) > 0
     optimizer = create_optimizer_v2(model, opt="lamb", lr=0.01, weight_decay=0.1)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        list(model.parameters())
+    )
     optimizer.step()
 
 
 def test_drop_path_grows_with_the_block():
-    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in widenet(drop_path_rate=0.3).blocks]
+    rates = [
+        getattr(block.drop_path1, "drop_prob", 0.0) for block in widenet(drop_path_rate=0.3).blocks
+    ]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
@@ -311,11 +363,15 @@ def test_features(images):
     assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 4
     backbone = timm.create_model("widenet_b", features_only=True, **SMALL)
     assert [tuple(feature.shape) for feature in backbone(images)] == [(6, 32, 4, 4)] * 3
-    grouped = timm.create_model("widenet_b", features_only=True, routing_groups=2, out_indices=(0, 1), **SMALL)
+    grouped = timm.create_model(
+        "widenet_b", features_only=True, routing_groups=2, out_indices=(0, 1), **SMALL
+    )
     assert [tuple(feature.shape) for feature in grouped(images)] == [(6, 32, 4, 4)] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"routing_groups": 2}, {"shared_norm": True}, {"official_compat": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"routing_groups": 2}, {"shared_norm": True}, {"official_compat": True}]
+)
 def test_to_dense_is_the_model_without_experts(tmp_path, images, options):
     model = widenet(**options).eval()
     dense = timm_moe.to_dense(model).eval()
@@ -334,9 +390,12 @@ def test_to_dense_is_the_model_without_experts(tmp_path, images, options):
 
 
 def test_a_checkpoint_with_own_weights_is_refused():
-    own = timm.create_model("vit_base_patch16_224", class_token=False, global_pool="avg", fc_norm=False, **SMALL)
+    own = timm.create_model(
+        "vit_base_patch16_224", class_token=False, global_pool="avg", fc_norm=False, **SMALL
+    )
     with pytest.raises(
-        ValueError, match=r"weights of its own in blocks\.1\..*, which this model shares with blocks\.0"
+        ValueError,
+        match=r"weights of its own in blocks\.1\..*, which this model shares with blocks\.0",
     ):
         widenet().load_state_dict(own.state_dict())
 
@@ -344,8 +403,14 @@ def test_a_checkpoint_with_own_weights_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(routing_groups=3), "routing_groups must be an integer that divides the 4 blocks, got 3"),
-        (dict(routing_groups=0), "routing_groups must be an integer that divides the 4 blocks, got 0"),
+        (
+            dict(routing_groups=3),
+            "routing_groups must be an integer that divides the 4 blocks, got 3",
+        ),
+        (
+            dict(routing_groups=0),
+            "routing_groups must be an integer that divides the 4 blocks, got 0",
+        ),
         (dict(official_compat="yes"), "official_compat must be True or False, got 'yes'"),
         (dict(shared_norm="false"), "shared_norm must be True or False, got 'false'"),
         (dict(moe_layers="last-2"), "one expert layer for all blocks, so it has no moe_layers"),
@@ -360,7 +425,13 @@ def slow_divergence(blocks):
     """Equation 9, term by term."""
     width = len(blocks[0])
     return [
-        sum(abs(own[i] - x) for j, own in enumerate(blocks) for n, other in enumerate(blocks) if n != j for x in other)
+        sum(
+            abs(own[i] - x)
+            for j, own in enumerate(blocks)
+            for n, other in enumerate(blocks)
+            if n != j
+            for x in other
+        )
         / (width * len(blocks) ** 2)
         for i in range(width)
     ]
@@ -370,11 +441,15 @@ def slow_divergence(blocks):
 @given(blocks=st.integers(2, 4), width=st.integers(1, 5), groups=st.booleans(), data=st.data())
 def test_the_divergence_of_norms_is_equation_9(blocks, width, groups, data):
     scale = st.sampled_from([-1.5, 0.0, 0.25, 1.0, 3.0])  # equal ones too
-    values = data.draw(st.lists(st.lists(scale, min_size=width, max_size=width), min_size=blocks, max_size=blocks))
+    values = data.draw(
+        st.lists(st.lists(scale, min_size=width, max_size=width), min_size=blocks, max_size=blocks)
+    )
     made = [nn.ModuleDict({"norm2": nn.LayerNorm(width)}) for _ in range(blocks)]
     for block, row in zip(made, values, strict=True):
         block["norm2"].weight.data = torch.tensor(row)
-    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(*made)) if groups else nn.Sequential(*made)})
+    model = nn.ModuleDict(
+        {"blocks": nn.Sequential(nn.Sequential(*made)) if groups else nn.Sequential(*made)}
+    )
     divergence = norm_divergence(model)
     assert list(divergence) == ["norm2.weight", "norm2.bias"]
     assert divergence["norm2.weight"].tolist() == pytest.approx(slow_divergence(values), abs=1e-12)
@@ -383,7 +458,8 @@ def test_the_divergence_of_norms_is_equation_9(blocks, width, groups, data):
 
 @pytest.mark.ci
 def test_info_tells_the_divergence_of_a_checkpoints_norms(tmp_path, capsys):
-    names = ("ones_h", "vit_tiny_patch16_224")  # a ViT, which the paper compares with, has no experts at all
+    # A ViT, which the paper compares with, has no experts at all.
+    names = ("ones_h", "vit_tiny_patch16_224")
     for index, made in enumerate(timm.create_model(name, **SMALL) for name in names):
         for name, parameter in made.named_parameters():
             if "norm" in name:
@@ -391,7 +467,9 @@ def test_info_tells_the_divergence_of_a_checkpoints_norms(tmp_path, capsys):
         save_for_hf(made, str(tmp_path / str(index)), safe_serialization=True)
         assert main(["info", str(tmp_path / str(index))]) == 0
         expected = norm_divergence(made)
-        blocks = [norm.weight.tolist() for name, norm in made.named_modules() if name.endswith("norm2")]
+        blocks = [
+            norm.weight.tolist() for name, norm in made.named_modules() if name.endswith("norm2")
+        ]
         assert expected["norm2.weight"].tolist() == pytest.approx(slow_divergence(blocks))
         told = ", ".join(f"{name} {value.mean():.4g}" for name, value in expected.items())
         assert f"LayerNorm divergence   {told} (WideNet, eq. 9)\n" in capsys.readouterr().out
@@ -405,9 +483,17 @@ def test_info_tells_the_divergence_of_a_checkpoints_norms(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("widenet_b", {**SMALL, "shared_norm": True}, "The blocks of this WideNet share their norm1"),
+        (
+            "widenet_b",
+            {**SMALL, "shared_norm": True},
+            "The blocks of this WideNet share their norm1",
+        ),
         ("resnet18", {}, "This ResNet has no blocks with layer norms"),
-        ("vit_tiny_patch16_224", {**SMALL, "depth": 1}, "This VisionTransformer has no blocks with layer norms"),
+        (
+            "vit_tiny_patch16_224",
+            {**SMALL, "depth": 1},
+            "This VisionTransformer has no blocks with layer norms",
+        ),
     ],
 )
 def test_norms_that_cannot_be_compared(name, options, message):

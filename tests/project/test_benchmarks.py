@@ -12,7 +12,18 @@ import torch
 
 import benchmarks.layers
 import benchmarks.peers
-from benchmarks import averaging, evaluation, host, modes, papers, protocol, report, scaling, steps, worker
+from benchmarks import (
+    averaging,
+    evaluation,
+    host,
+    modes,
+    papers,
+    protocol,
+    report,
+    scaling,
+    steps,
+    worker,
+)
 from benchmarks.__main__ import FOLDER, main
 from benchmarks.peers import Size
 from benchmarks.protocol import Contest, Row, Setting, run
@@ -38,7 +49,9 @@ def _taking(seconds, clock):
 
 
 def test_ratios_are_to_the_baseline_of_the_round(clock):
-    contest = Contest("c", {"dense": _taking(2.0, clock), "moe": _taking(3.0, clock)}, {"moe": "a note"})
+    contest = Contest(
+        "c", {"dense": _taking(2.0, clock), "moe": _taking(3.0, clock)}, {"moe": "a note"}
+    )
     dense, moe = run(contest, SHORT)
     assert (dense.ratio, moe.ratio, moe.low, moe.high, moe.value) == (1, 1.5, 1.5, 1.5, 3000)
     assert dense.gauge == moe.gauge == 1
@@ -89,7 +102,9 @@ def test_a_suite_whose_time_is_over_goes_on_and_adds_to_its_figures(clock, monke
     assert timed == ["first", "first", "second", "second", "third", "third"]
     assert worker.begin("tiny", stated, file)["whole"]
     assert worker.begin("tiny", {**stated, "rounds": 3}, file)["rows"] == []
-    monkeypatch.setattr(worker, "environment", lambda device: {"device": "another", "date": "today"})
+    monkeypatch.setattr(
+        worker, "environment", lambda device: {"device": "another", "date": "today"}
+    )
     assert worker.begin("tiny", stated, file)["rows"] == []
     worker.main("tiny", json.dumps(stated), str(file))  # without a limit all is measured
     assert len(timed) == 12
@@ -158,7 +173,9 @@ def test_steps_of_the_host_suite_and_of_all_modes_run():
 
 
 def _counted_steps():
-    return host.counted("step", {name: partial(host.step_of, make, SHORT) for name, make in host.models().items()})
+    return host.counted(
+        "step", {name: partial(host.step_of, make, SHORT) for name, make in host.models().items()}
+    )
 
 
 @pytest.mark.ci
@@ -167,7 +184,9 @@ def test_every_layer_and_peer_runs(monkeypatch, dtype):
     monkeypatch.setattr(benchmarks.layers, "TOKENS", 16)
     setting = Setting(dtype=dtype)
     monkeypatch.setattr(Setting, "pick", lambda self, cpu, cuda: 2)
-    monkeypatch.setattr(papers, "VMOE_B32", dataclasses.replace(papers.VMOE_B32, width=32, hidden=48, tokens=10))
+    monkeypatch.setattr(
+        papers, "VMOE_B32", dataclasses.replace(papers.VMOE_B32, width=32, hidden=48, tokens=10)
+    )
     for contest in [
         *papers.layers(setting),
         *benchmarks.layers.contests(setting),
@@ -206,7 +225,9 @@ def test_the_report_tells_what_was_reached(monkeypatch, tmp_path):
     result = {
         "suite": "averaging",
         "setting": dataclasses.asdict(SHORT),
-        "environment": dict(device="d", python="3", torch="2", timm="1", timm_moe="0", date="today"),
+        "environment": dict(
+            device="d", python="3", torch="2", timm="1", timm_moe="0", date="today"
+        ),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     results = tmp_path / "results"

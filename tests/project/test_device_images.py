@@ -15,7 +15,13 @@ from common import ROOT
 from PIL import Image
 from processes import run_new
 from scipy.stats import ks_2samp
-from timm.data import FastCollateMixup, RandomResizedCropAndInterpolation, auto_augment, create_loader, create_transform
+from timm.data import (
+    FastCollateMixup,
+    RandomResizedCropAndInterpolation,
+    auto_augment,
+    create_loader,
+    create_transform,
+)
 from timm.data.dataset import ImageDataset
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import InterpolationMode
@@ -51,7 +57,11 @@ def pictures():
     rng = np.random.default_rng(0)
     height, width = SIZE
     y, x = np.mgrid[:height, :width][..., None]
-    arrays = [np.full((height, width, 3), 7), 200 * ((x + y) % 2) + [0, 10, 20], rng.integers(0, 256, (*SIZE, 3))]
+    arrays = [
+        np.full((height, width, 3), 7),
+        200 * ((x + y) % 2) + [0, 10, 20],
+        rng.integers(0, 256, (*SIZE, 3)),
+    ]
     for _ in range(9):
         wave = np.sin(rng.normal(0, 0.3, 3) * x + rng.normal(0, 0.3, 3) * y + rng.normal(0, 3, 3))
         arrays.append(128 + rng.uniform(20, 127) * wave)
@@ -79,31 +89,44 @@ def test_colors_are_pillows(pictures, name, function, arguments):
 def test_rotations_and_shears_are_pillows(pictures, name, function, arguments, interpolation):
     fill, number = (129, 124, 112), len(pictures)
     for argument in arguments:
-        expected = [function(picture, argument, fillcolor=fill, resample=interpolation) for picture in pictures]
+        expected = [
+            function(picture, argument, fillcolor=fill, resample=interpolation)
+            for picture in pictures
+        ]
         matrices = augment.GEOMETRY[name](full(number, argument), *SIZE)
         is_bicubic = torch.full((number,), interpolation == BICUBIC)
-        moved = augment.affine(tensors(pictures), matrices, is_bicubic, torch.tensor(fill, dtype=torch.uint8))
+        moved = augment.affine(
+            tensors(pictures), matrices, is_bicubic, torch.tensor(fill, dtype=torch.uint8)
+        )
         assert torch.equal(moved, tensors(expected)), argument
 
 
 def transform(**options):
     options = {"auto_augment": "original", "interpolation": "random", **options}
-    return create_transform((3, *SIZE), is_training=True, mean=MEAN, std=STD, use_prefetcher=True, **options)
+    return create_transform(
+        (3, *SIZE), is_training=True, mean=MEAN, std=STD, use_prefetcher=True, **options
+    )
 
 
 def replay(picture, number, draw, fill):
     """Do with Pillow what was drawn for an image."""
     modes = {True: InterpolationMode.BICUBIC, False: InterpolationMode.BILINEAR}
-    picture = resized_crop(picture, *draw.boxes[number].tolist(), SIZE, modes[bool(draw.is_bicubic[number])])
+    picture = resized_crop(
+        picture, *draw.boxes[number].tolist(), SIZE, modes[bool(draw.is_bicubic[number])]
+    )
     picture = hflip(picture) if draw.is_flipped[number] else picture
-    functions = {name: (function, bool(arguments)) for name, function, arguments in (*COLORS, *GEOMETRY)}
+    functions = {
+        name: (function, bool(arguments)) for name, function, arguments in (*COLORS, *GEOMETRY)
+    }
     for change in draw.changes:
         for place in (change.chosen == number).nonzero().flatten():
             function, has_argument = functions[change.name]
             value = change.values[place].item()
             argument = int(value) if change.name in ("PosterizeOriginal", "Solarize") else value
             resample = BICUBIC if change.is_bicubic[place] else BILINEAR
-            picture = function(picture, *([argument] if has_argument else []), fillcolor=fill, resample=resample)
+            picture = function(
+                picture, *([argument] if has_argument else []), fillcolor=fill, resample=resample
+            )
     return picture
 
 
@@ -115,7 +138,9 @@ def test_a_whole_draw_is_what_pillow_does_with_it(pictures, options):
     of_policy = {*augment.COLORS, *augment.GEOMETRY} - {"Brightness"}
     drawn = {change.name for change in draw.changes if len(change.chosen)}
     assert drawn == ({"Brightness", "Color", "Contrast"} if options else of_policy)
-    expected = [replay(picture, number, draw, augmentation.fill) for number, picture in enumerate(pictures)]
+    expected = [
+        replay(picture, number, draw, augmentation.fill) for number, picture in enumerate(pictures)
+    ]
     assert torch.equal(augmentation.apply(tensors(pictures), draw), tensors(expected))
 
 
@@ -131,7 +156,9 @@ def test_operations_and_their_arguments_are_as_frequent_as_in_timm():
     for _ in range(number):
         policy(None)
     draw = Augmentation(transform(), torch.Generator().manual_seed(0)).draw(number, SIZE)
-    drawn = Counter((change.name, value) for change in draw.changes for value in change.values.tolist())
+    drawn = Counter(
+        (change.name, value) for change in draw.changes for value in change.values.tolist()
+    )
     assert set(drawn) == set(counted)
     for key, count in counted.items():
         assert abs(drawn[key] - count) < 5 * math.sqrt(2 * count), key
@@ -163,7 +190,9 @@ def test_crops_are_distributed_as_timms(options):
     crop = transform(**options).transforms[0]
     assert isinstance(crop, RandomResizedCropAndInterpolation)
     random.seed(0)
-    expected = np.array([crop.get_params(Image.new("RGB", SIZE[::-1]), crop.scale, crop.ratio) for _ in range(8000)])
+    expected = np.array(
+        [crop.get_params(Image.new("RGB", SIZE[::-1]), crop.scale, crop.ratio) for _ in range(8000)]
+    )
     draw = Augmentation(transform(**options), torch.Generator().manual_seed(0)).draw(8000, SIZE)
     same_distribution(expected, draw.boxes.numpy())
     assert 0.48 < draw.is_flipped.float().mean() < 0.52
@@ -172,7 +201,10 @@ def test_crops_are_distributed_as_timms(options):
 
 def same_distribution(expected, drawn):
     """Compare tops, lefts, heights, widths, areas and ratios."""
-    derived = [[*boxes.T, boxes[:, 2] * boxes[:, 3], boxes[:, 2] / boxes[:, 3]] for boxes in (expected, drawn)]
+    derived = [
+        [*boxes.T, boxes[:, 2] * boxes[:, 3], boxes[:, 2] / boxes[:, 3]]
+        for boxes in (expected, drawn)
+    ]
     for column, pair in enumerate(zip(*derived, strict=True)):
         assert ks_2samp(*pair).pvalue > 1e-3, column
 
@@ -183,12 +215,16 @@ def test_erasing_is_distributed_as_timms():
     images = erasing(torch.full((number, 3, *SIZE), torch.nan))
     expected = ~images.isnan()
     boxes = device_images.draw_erasing(number, SIZE, erasing, torch.Generator().manual_seed(0))
-    images = device_images.erase(torch.full((number, 3, *SIZE), torch.nan), boxes, torch.Generator().manual_seed(0))
+    images = device_images.erase(
+        torch.full((number, 3, *SIZE), torch.nan), boxes, torch.Generator().manual_seed(0)
+    )
     erased = ~images.isnan()
     assert torch.equal(erased.any(1), erased.all(1))
     counts = [mask.flatten(1).any(1).sum() for mask in (expected, erased)]
     assert abs(counts[0] - counts[1]) < 5 * math.sqrt(number * 0.25 * 0.75 * 2)
-    same_distribution(*(np.array([box(mask[0]) for mask in masks if mask.any()]) for masks in (expected, erased)))
+    same_distribution(
+        *(np.array([box(mask[0]) for mask in masks if mask.any()]) for masks in (expected, erased))
+    )
     noise = images[erased]
     assert abs(noise.mean()) < 0.01
     assert abs(noise.std() - 1) < 0.01
@@ -201,7 +237,9 @@ def box(mask):
 
 
 def test_color_jitter_is_distributed_as_torchvisions():
-    augmentation = Augmentation(transform(auto_augment=None, color_jitter=0.4), torch.Generator().manual_seed(0))
+    augmentation = Augmentation(
+        transform(auto_augment=None, color_jitter=0.4), torch.Generator().manual_seed(0)
+    )
     draw = augmentation.draw(6000, SIZE)
     orders = [[] for _ in range(6000)]
     for change in draw.changes:
@@ -211,7 +249,11 @@ def test_color_jitter_is_distributed_as_torchvisions():
     assert len(counts) == 6
     assert all(850 < count < 1150 for count in counts.values())
     for name in ("Brightness", "Contrast", "Color"):
-        values = torch.cat([change.values for change in draw.changes if change.name == name]).sort().values
+        values = (
+            torch.cat([change.values for change in draw.changes if change.name == name])
+            .sort()
+            .values
+        )
         assert (values - torch.linspace(0.6, 1.4, 6000)).abs().max() < 0.02
 
 
@@ -223,9 +265,15 @@ def images(tmp_path_factory):
         for kind, name in enumerate(("first", "second", "third")):
             (folder / split / name).mkdir(parents=True)
             for index in range(number):
-                stripes = 40 * np.sin((kind + 1) * np.arange(16) / 2 + rng.uniform(0, 6))[:, None, None]
-                pixels = 128 + stripes + rng.normal(0, 40, (16, 16, 3)) + 20 * (np.arange(3) == kind)
-                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / split / name / f"{index:02}.png")
+                stripes = (
+                    40 * np.sin((kind + 1) * np.arange(16) / 2 + rng.uniform(0, 6))[:, None, None]
+                )
+                pixels = (
+                    128 + stripes + rng.normal(0, 40, (16, 16, 3)) + 20 * (np.arange(3) == kind)
+                )
+                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(
+                    folder / split / name / f"{index:02}.png"
+                )
     return folder
 
 
@@ -238,7 +286,9 @@ def make(images, split="train", seed=0, **options):
     np.random.seed(seed)
     random.seed(seed)
     options = {"is_training": True, "mean": MEAN, "std": STD, "num_workers": 0, **options}
-    return create_loader(ImageDataset(str(images / split)), (3, 16, 16), 16, device=torch.device("cpu"), **options)
+    return create_loader(
+        ImageDataset(str(images / split)), (3, 16, 16), 16, device=torch.device("cpu"), **options
+    )
 
 
 @pytest.fixture
@@ -255,7 +305,9 @@ def mixup():
 
 @pytest.mark.parametrize("collate", [None, mixup])
 @pytest.mark.parametrize("options", [WHOLE, {"no_aug": True}])
-def test_without_random_transforms_batches_are_timms(images, on_device, monkeypatch, collate, options):
+def test_without_random_transforms_batches_are_timms(
+    images, on_device, monkeypatch, collate, options
+):
     monkeypatch.setattr(device_images, "CHUNK", 4)
     batches = []
     for _ in range(2):
@@ -277,13 +329,25 @@ def test_without_random_transforms_batches_are_timms(images, on_device, monkeypa
 def test_batches_of_random_images_have_timms_statistics(images, on_device):
     found = []
     for _ in range(2):
-        options = {"auto_augment": "original", "interpolation": "random", "re_prob": 0.25, "re_mode": "pixel"}
+        options = {
+            "auto_augment": "original",
+            "interpolation": "random",
+            "re_prob": 0.25,
+            "re_mode": "pixel",
+        }
         loader = make(images, **options, collate_fn=mixup())
         pixels = torch.cat([batch for _ in range(6) for batch, _ in loader])
         channels = pixels.transpose(0, 1).flatten(1)
         steps = pixels.diff(dim=3).abs()
         found.append(
-            torch.cat([channels.mean(1), channels.std(1), steps.mean((0, 2, 3)), pixels.mean((1, 2, 3)).std()[None]])
+            torch.cat(
+                [
+                    channels.mean(1),
+                    channels.std(1),
+                    steps.mean((0, 2, 3)),
+                    pixels.mean((1, 2, 3)).std()[None],
+                ]
+            )
         )
         on_device()
     torch.testing.assert_close(*found, atol=0.06, rtol=0)
@@ -293,7 +357,12 @@ def test_mixed_and_normalized_images_are_erased(images, on_device):
     on_device()
     whole, erased = (
         torch.cat(
-            [batch for batch, _ in make(images, **WHOLE, collate_fn=mixup(), re_prob=probability, re_mode="pixel")]
+            [
+                batch
+                for batch, _ in make(
+                    images, **WHOLE, collate_fn=mixup(), re_prob=probability, re_mode="pixel"
+                )
+            ]
         )
         for probability in (0, 1)
     )
@@ -306,7 +375,9 @@ def test_mixed_and_normalized_images_are_erased(images, on_device):
 def test_evaluation_has_timms_batches_in_timms_order(images, on_device):
     batches = []
     for _ in range(2):
-        batches.append(list(make(images, "test", is_training=False, interpolation="bicubic", crop_pct=0.875)))
+        batches.append(
+            list(make(images, "test", is_training=False, interpolation="bicubic", crop_pct=0.875))
+        )
         on_device()
     for (image, target), (image_here, target_here) in zip(*batches, strict=True):
         assert torch.equal(image, image_here)
@@ -315,11 +386,19 @@ def test_evaluation_has_timms_batches_in_timms_order(images, on_device):
 
 def test_training_images_differ_each_time_and_between_seeds(images, on_device):
     on_device()
-    loader = make(images, auto_augment="original", interpolation="random", re_prob=0.25, re_mode="pixel")
+    loader = make(
+        images, auto_augment="original", interpolation="random", re_prob=0.25, re_mode="pixel"
+    )
     first, second = ([image for image, _ in loader] for _ in range(2))
-    other = [image for image, _ in make(images, seed=1, auto_augment="original", interpolation="random")]
-    again = make(images, auto_augment="original", interpolation="random", re_prob=0.25, re_mode="pixel")
-    assert all(torch.equal(*pair) for pair in zip(first, (image for image, _ in again), strict=True))
+    other = [
+        image for image, _ in make(images, seed=1, auto_augment="original", interpolation="random")
+    ]
+    again = make(
+        images, auto_augment="original", interpolation="random", re_prob=0.25, re_mode="pixel"
+    )
+    assert all(
+        torch.equal(*pair) for pair in zip(first, (image for image, _ in again), strict=True)
+    )
     for one in (second, other):
         assert not torch.equal(first[0], one[0])
     assert all(image.isfinite().all() for image in first)
@@ -351,16 +430,64 @@ def test_what_cannot_be_done_on_the_device_is_refused(images, on_device, options
 def test_images_of_another_size_are_refused(images, on_device):
     on_device()
     with pytest.raises(ValueError, match="16 x 16"):
-        next(iter(create_loader(ImageDataset(str(images / "train")), 32, 16, True, device=torch.device("cpu"))))
+        next(
+            iter(
+                create_loader(
+                    ImageDataset(str(images / "train")), 32, 16, True, device=torch.device("cpu")
+                )
+            )
+        )
 
 
 def train(folder, images, *arguments, callbacks=()):
     """Run train.py with callbacks and return its folder."""
     options = (
-        *("--model", "vit_tiny_ewa_moe", "--num-classes", 3, "--img-size", 16, "--drop-path", 0.2, "--seed", 3),
-        *("--model-kwargs", "img_size=16", "patch_size=4", "embed_dim=24", "depth=2", "num_heads=2", "share_rate=0.3"),
-        *("--data-dir", images, "--val-split", "test", "-b", 16, "-j", 0, "--device", "cpu", "--opt", "adamw"),
-        *("--mixup", 1, "--cutmix", 1, "--mixup-prob", 0.5, "--sched-on-updates", "--warmup-epochs", 0),
+        *(
+            "--model",
+            "vit_tiny_ewa_moe",
+            "--num-classes",
+            3,
+            "--img-size",
+            16,
+            "--drop-path",
+            0.2,
+            "--seed",
+            3,
+        ),
+        *(
+            "--model-kwargs",
+            "img_size=16",
+            "patch_size=4",
+            "embed_dim=24",
+            "depth=2",
+            "num_heads=2",
+            "share_rate=0.3",
+        ),
+        *(
+            "--data-dir",
+            images,
+            "--val-split",
+            "test",
+            "-b",
+            16,
+            "-j",
+            0,
+            "--device",
+            "cpu",
+            "--opt",
+            "adamw",
+        ),
+        *(
+            "--mixup",
+            1,
+            "--cutmix",
+            1,
+            "--mixup-prob",
+            0.5,
+            "--sched-on-updates",
+            "--warmup-epochs",
+            0,
+        ),
         *("--output", folder, "--experiment", "train", *arguments),
     )
     folder.mkdir()
@@ -376,7 +503,10 @@ def train(folder, images, *arguments, callbacks=()):
 def test_train_py_learns_the_same_weights_from_the_same_images(images, tmp_path):
     options = ("--no-aug", "--epochs", 3, "--lr", "3e-3")
     states = [
-        torch.load(train(tmp_path / name, images, *options, callbacks=callbacks) / "last.pth.tar", weights_only=False)
+        torch.load(
+            train(tmp_path / name, images, *options, callbacks=callbacks) / "last.pth.tar",
+            weights_only=False,
+        )
         for name, callbacks in (("host", ()), ("device", ("on_device",)))
     ]
     assert states[0]["epoch"] == 2
@@ -389,10 +519,26 @@ def test_train_py_learns_the_same_weights_from_the_same_images(images, tmp_path)
 @pytest.mark.ci
 @needs_scripts
 def test_train_py_learns_as_much_from_random_images(images, tmp_path):
-    options = ("--scale", 0.5, 1, "--aa", "original", "--reprob", 0.25, "--mixup", 0, "--cutmix", 0, "--epochs", 16)
+    options = (
+        "--scale",
+        0.5,
+        1,
+        "--aa",
+        "original",
+        "--reprob",
+        0.25,
+        "--mixup",
+        0,
+        "--cutmix",
+        0,
+        "--epochs",
+        16,
+    )
     losses = {}
     for name, callbacks in (("host", ()), ("device", ("on_device",))):
-        epochs = summary(train(tmp_path / name, images, *options, "--lr", "3e-3", callbacks=callbacks))
+        epochs = summary(
+            train(tmp_path / name, images, *options, "--lr", "3e-3", callbacks=callbacks)
+        )
         losses[name] = [float(epoch["train_loss"]) for epoch in epochs]
     assert losses["host"] != losses["device"]
     mean = {name: sum(of_one[-4:]) / 4 for name, of_one in losses.items()}

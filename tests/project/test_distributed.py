@@ -28,7 +28,9 @@ class Counter:
 
     def all_to_all_single(self, function):
         def call(output, rows, came=None, sent=None, **options):
-            parts = rows.split(sent if sent is not None else len(rows) // distributed.get_world_size())
+            parts = rows.split(
+                sent if sent is not None else len(rows) // distributed.get_world_size()
+            )
             others = (part for rank, part in enumerate(parts) if rank != distributed.get_rank())
             self.sent += sum(part.numel() * part.element_size() for part in others)
             return function(output, rows, came, sent, **options)
@@ -46,7 +48,9 @@ class Counter:
 def spread(model, processes):
     mesh = init_device_mesh("cpu", (processes,))
     timm_moe.parallelize_experts(model, mesh)
-    return fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))
+    return fully_shard(
+        model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values())
+    )
 
 
 def counting_worker(rank, folder, processes):
@@ -54,7 +58,9 @@ def counting_worker(rank, folder, processes):
     torch.manual_seed(rank)
     images, labels = torch.randn(6, 3, 32, 32), torch.arange(6) % 5
     for dtype, itemsizes in ((torch.float32, (4, 4)), (torch.bfloat16, (4, 2))):
-        model = timm.create_model("vmoe_s32", **{**SMALL_VIT, "num_experts": 8}, moe_layers="every-2")
+        model = timm.create_model(
+            "vmoe_s32", **{**SMALL_VIT, "num_experts": 8}, moe_layers="every-2"
+        )
         sizes = Sizes.of(model, model.pos_embed.shape[1])
         spread(model, processes)
         with pytest.MonkeyPatch.context() as patch, equal_slots():
@@ -64,13 +70,16 @@ def counting_worker(rank, folder, processes):
             loss.backward()
         assert counter.sent == sizes.layers * sizes.all_to_all(6, processes, itemsizes) > 0
         held = torch.tensor(sum(parameter.to_local().numel() for parameter in model.parameters()))
-        assert ADAMW * held.item() == pytest.approx(sizes.memory(processes), rel=0.05)  # what does not divide evenly
+        # What does not divide evenly.
+        assert ADAMW * held.item() == pytest.approx(sizes.memory(processes), rel=0.05)
         distributed.all_reduce(held)
         assert ADAMW * held.item() == sizes.memory(1)
 
     model = timm.create_model("vit_tiny_ewa_moe", **{**SMALL_VIT, "num_experts": 2 * processes})
     layers = timm_moe.moe_layers(model).values()
-    expert = sum(stacked.numel() for _, stacked in next(iter(layers)).named_expert_parameters()) // (2 * processes)
+    expert = sum(
+        stacked.numel() for _, stacked in next(iter(layers)).named_expert_parameters()
+    ) // (2 * processes)
     of_ewa = dataclasses.replace(sizes, expert=expert)
     spread(model, processes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

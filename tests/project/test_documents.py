@@ -1,7 +1,8 @@
 """Every code block of the documentation runs: Python unchanged, commands with options that make them short.
 
-A section runs in a folder with the files that its blocks name, such as DIR and last.pth.tar. Models that ask for
-pretrained weights keep their random ones. The Hub is the server of tests/hub_server.py.
+A section runs in a folder with the files that its blocks name, such as DIR and last.pth.tar. Models
+that ask for pretrained weights keep their random ones. The Hub is the server of
+tests/hub_server.py.
 """
 
 import argparse
@@ -163,7 +164,14 @@ AFTER = {
 QUICK = [name for name in SECTIONS if name.startswith("CONTRIBUTING.md: Add")]
 
 #: Imported once, for all sections that are not quick.
-IMPORTED = ("timm", "timm_moe.cli", "matplotlib.pyplot", "torchmetrics", "torchvision", "transformers")
+IMPORTED = (
+    "timm",
+    "timm_moe.cli",
+    "matplotlib.pyplot",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+)
 #: The program that runs the steps of a section.
 START = """
 import json, sys
@@ -224,7 +232,9 @@ def value_of(option, words):
 
 def test_every_block_is_known():
     assert {block.language for block in BLOCKS} <= set(LANGUAGES)
-    unknown = [(section, shlex.join(words)) for section, words in COMMANDS if entry_of(words) is None]
+    unknown = [
+        (section, shlex.join(words)) for section, words in COMMANDS if entry_of(words) is None
+    ]
     assert unknown == [], "neither in RUN nor, with the reason, in NOT_RUN"
 
 
@@ -239,7 +249,9 @@ def test_every_entry_of_a_table_is_used():
 def test_files_and_extras_are_there():
     words = [word for _, words in COMMANDS for word in words]
     files = [word for word in words if re.fullmatch(r"(tests|examples)/.*\.py", word)]
-    extras = ",".join(found[1] for word in words if (found := re.fullmatch(r"(?:\.|timm_moe)\[(.*)\]", word)))
+    extras = ",".join(
+        found[1] for word in words if (found := re.fullmatch(r"(?:\.|timm_moe)\[(.*)\]", word))
+    )
     project = (ROOT / "pyproject.toml").read_text()
     assert files
     assert [file for file in files if not (ROOT / file).is_file()] == []
@@ -318,7 +330,9 @@ def write_checkpoint(file, name, options):
 @pytest.fixture(scope="module")
 def splits(tmp_path_factory):
     images_per_class = {"train": 4, "validation": 4, "test": 4}
-    return write_images(tmp_path_factory.mktemp("images"), images_per_class, ("apple", "bear", "cat"))
+    return write_images(
+        tmp_path_factory.mktemp("images"), images_per_class, ("apple", "bear", "cat")
+    )
 
 
 def write_named(folder, splits, text):
@@ -337,7 +351,9 @@ def write_named(folder, splits, text):
         for file in (ROOT / "tests/data/vmoe").glob("vmoe_tiny.*"):
             shutil.copy(file, folder / f"vmoe_s32_last2_ilsvrc2012_randaug_light1{file.suffix}")
     if "import-swin-moe" in text:
-        write(folder, *whole_model(8), 4, name="swin_moe_small_patch4_window12_192_8expert_32gpu_22k")
+        write(
+            folder, *whole_model(8), 4, name="swin_moe_small_patch4_window12_192_8expert_32gpu_22k"
+        )
     Image.new("RGB", (32, 32)).save(folder / "image.jpg")
 
 
@@ -347,14 +363,20 @@ def hub(tmp_path_factory):
     from transformers import Dinov2Config, Dinov2Model
 
     home = tmp_path_factory.mktemp("hub")
-    timm_moe.export_dense(timm.create_model("vit_small_ewa_moe", num_classes=3, **SMALL), home / "user/my-vit")
+    timm_moe.export_dense(
+        timm.create_model("vit_small_ewa_moe", num_classes=3, **SMALL), home / "user/my-vit"
+    )
     config = Dinov2Config(image_size=28, hidden_size=32, num_hidden_layers=4, num_attention_heads=2)
     Dinov2Model(config).save_pretrained(home / "facebook/dinov2-small")
     with hub_server(home / "server") as server:
         server.tokens = {"hf_token": ("user", "write")}
         for name in ("user/my-vit", "facebook/dinov2-small"):
-            files = {file.name: server.keep_blob(file.read_bytes()) for file in (home / name).iterdir()}
-            server.create(name, private=name.startswith("user/")).add_commit("main", None, "files", files)
+            files = {
+                file.name: server.keep_blob(file.read_bytes()) for file in (home / name).iterdir()
+            }
+            server.create(name, private=name.startswith("user/")).add_commit(
+                "main", None, "files", files
+            )
         client = {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_TOKEN": "hf_token"}
         yield tuple({**client, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}.items())
 
@@ -386,8 +408,12 @@ def test_a_quick_section_runs(section, tmp_path):
     "section", [section for section in SECTIONS if section not in QUICK and any(steps_of(section))]
 )
 def test_a_section_runs(section, splits, hub, tmp_path):
-    text = "".join(block.text + str(block.commands) for block in SECTIONS[section]) + BEFORE.get(section, "")
-    if not SCRIPTS and any(f"python {script}" in text for script in ("train.py", "validate.py", "onnx_export.py")):
+    text = "".join(block.text + str(block.commands) for block in SECTIONS[section]) + BEFORE.get(
+        section, ""
+    )
+    if not SCRIPTS and any(
+        f"python {script}" in text for script in ("train.py", "validate.py", "onnx_export.py")
+    ):
         pytest.skip("TIMM_SCRIPTS names no folder with timm's train.py")
     write_named(tmp_path, splits, text)
     run(section, tmp_path, modules=IMPORTED, settings=hub)

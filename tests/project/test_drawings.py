@@ -28,12 +28,22 @@ def test_words_are_inside_and_apart(name):
     figure = Figure(figsize=drawings.SIZE, layout="constrained")
     drawings.DRAWINGS[name](figure)
     figure.draw_without_rendering()
-    hidden = {text for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.findobj(Text)}
+    hidden = {
+        text
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for text in axis.findobj(Text)
+    }
     words = [text for text in set(figure.findobj(Text)) - hidden if text.get_text().strip()]
     places = [text.get_window_extent() for text in words]
     assert len(places) > 5
     for word, place in zip(words, places, strict=True):
-        inside = place.x0 >= 0 and place.y0 >= 0 and place.x1 <= figure.bbox.x1 and place.y1 <= figure.bbox.y1
+        inside = (
+            place.x0 >= 0
+            and place.y0 >= 0
+            and place.x1 <= figure.bbox.x1
+            and place.y1 <= figure.bbox.y1
+        )
         assert inside, word.get_text()
     for (word, place), (other, elsewhere) in combinations(zip(words, places, strict=True), 2):
         assert not place.overlaps(elsewhere), f"{word.get_text()} covers {other.get_text()}"

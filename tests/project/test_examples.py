@@ -28,7 +28,9 @@ def test_routed_loop(tmp_path):
     done = run_script(EXAMPLES / "routed_loop.py", 3, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("share of an expert min/mean/max") == 6
-    accuracies = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")]
+    accuracies = [
+        float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")
+    ]
     assert accuracies[2] > max(30, accuracies[0])
 
 
@@ -62,7 +64,10 @@ def test_segmentation(tmp_path, capsys):
     results = json.loads((tmp_path / "out/results.json").read_text())
     runs = {run["variant"]: run for run in results["runs"]}
     assert runs["L12-one"]["before"] == runs["dense"]["before"] != runs["L1-shared"]["before"]
-    assert f"| L1-shared | 1 | {runs['L1-shared']['before']:.2f} | {runs['L1-shared']['mean_iou']:.2f} |" in out
+    assert (
+        f"| L1-shared | 1 | {runs['L1-shared']['before']:.2f} | "
+        f"{runs['L1-shared']['mean_iou']:.2f} |" in out
+    )
     assert out.endswith(run("--table", tmp_path / "out/results.json"))
     for option, message in (
         ("--lr", "was made with lr 0.0005, not 1.0"),

@@ -12,7 +12,8 @@ import timm_moe_cli
 from timm_moe.convert.gather import METHODS
 
 PACKAGE = ROOT / "timm_moe"
-#: The map, from the ground to the roof. A room is a folder or a single module; it imports from floors below its own.
+#: The map, from the ground to the roof. A room is a folder or a single module; it imports from
+#: floors below its own.
 FLOORS = (
     ("layers", "files", "console", "model_config", "schedules", "quick_init", "timm_classes"),
     ("convert",),
@@ -26,7 +27,8 @@ FLOORS = (
     ("registration",),
     ("__init__",),
 )
-#: What is done with a trained model: behind the library, which does not know it. Only the commands do.
+#: What is done with a trained model: behind the library, which does not know it. Only the commands
+#: do.
 WORKBENCH = "analysis"
 #: Imported by every room, so that it belongs to none.
 VERSION = "version"
@@ -62,7 +64,9 @@ def imports_of(file):
     package = ["timm_moe", *file.relative_to(PACKAGE).parent.parts]
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            base = ".".join(
+                [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
+            )
             for alias in node.names:
                 name = f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base
                 yield name.removeprefix("timm_moe").removeprefix(".") or "__init__"
@@ -94,7 +98,9 @@ def test_a_module_imports_from_its_room_and_from_floors_below():
 
 
 def test_nothing_knows_the_studies():
-    known = [name for file in FILES for name in libraries_of(file) if name.partition(".")[0] == "studies"]
+    known = [
+        name for file in FILES for name in libraries_of(file) if name.partition(".")[0] == "studies"
+    ]
     assert not known, known
 
 
@@ -124,8 +130,14 @@ assert not [name for name in sys.modules if name.startswith("timm_moe.{WORKBENCH
 def test_layers_are_plain_pytorch():
     files = [file for file in FILES if room_of(module_of(file)) == "layers"]
     assert files
-    imported = [f"{module_of(file)} imports {name}" for file in files for name in libraries_of(file)]
-    assert not [line for line in imported if re.search(r" imports (timm|transformers|lightning|peft)\b", line)]
+    imported = [
+        f"{module_of(file)} imports {name}" for file in files for name in libraries_of(file)
+    ]
+    assert not [
+        line
+        for line in imported
+        if re.search(r" imports (timm|transformers|lightning|peft)\b", line)
+    ]
 
 
 def test_imports_of_timm_and_torch_are_public():
@@ -150,12 +162,20 @@ def changes_of_others(tree):
     }
     for node in ast.walk(tree):
         targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-        for target in targets if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else ():
-            if isinstance(target, (ast.Attribute, ast.Subscript)) and name_at_the_root(target) in outside:
+        for target in (
+            targets if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else ()
+        ):
+            if (
+                isinstance(target, (ast.Attribute, ast.Subscript))
+                and name_at_the_root(target) in outside
+            ):
                 yield ast.unparse(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in INTO:
-            name = name_at_the_root(node.args[0]) if "setattr" in ast.unparse(node.func) else "module"
-            if name in outside or name.endswith(("module", "owner", "class")):  # and not a part of some model
+            name = (
+                name_at_the_root(node.args[0]) if "setattr" in ast.unparse(node.func) else "module"
+            )
+            # And not a part of some model.
+            if name in outside or name.endswith(("module", "owner", "class")):
                 yield ast.unparse(node)
 
 
@@ -167,8 +187,12 @@ def name_at_the_root(node):
 
 def test_only_integrations_change_timm():
     changing = {module_of(file) for file in FILES if list(changes_of_others(tree_of(file)))}
-    # Models enter themselves in their own module; of ewa's families that module exists in memory only.
-    assert changing - {"models.ewa", "models.registration"} == {"integrations.timm", "integrations.transformers"}
+    # Models enter themselves in their own module; of ewa's families that module exists in memory
+    # only.
+    assert changing - {"models.ewa", "models.registration"} == {
+        "integrations.timm",
+        "integrations.transformers",
+    }
     ewa = changes_of_others(ast.parse((PACKAGE / "models/ewa.py").read_text()))
     assert {line.partition(",")[0] for line in ewa} == {"setattr(module"}
 
@@ -189,7 +213,9 @@ def test_a_change_of_timm_is_found(code):
 
 def test_the_command_line_names_every_method():
     arguments = ["export", "source", "folder", "--method"]
-    assert [timm_moe_cli.parser().parse_args([*arguments, name]).method for name in METHODS] == list(METHODS)
+    assert [
+        timm_moe_cli.parser().parse_args([*arguments, name]).method for name in METHODS
+    ] == list(METHODS)
     with pytest.raises(SystemExit):
         timm_moe_cli.parser().parse_args([*arguments, "best"])
 
@@ -209,7 +235,8 @@ finally:
     assert done.returncode == 0, done.stderr
 
 
-#: Objects of the package that change while a process runs. METHODS and SCHEDULES are tables that users may extend.
+#: Objects of the package that change while a process runs. METHODS and SCHEDULES are tables that
+#: users may extend.
 CHANGING = {
     "layers.living._living",
     "convert.registry._registered",
@@ -217,31 +244,59 @@ CHANGING = {
     "schedules.SCHEDULES",
     "integrations.timm._undo",
 }
-CHANGES = ("add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update")
+CHANGES = (
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "setdefault",
+    "update",
+)
 MUTABLE = (ast.Dict, ast.DictComp, ast.List, ast.ListComp, ast.Set, ast.SetComp)
 #: Kinds that are made to change. (The memory of a pure function, functools.cache, is no state.)
-ALWAYS = re.compile(r"\b(weakref\.)?Weak\w+\(|\bContextVar\(|\b(itertools\.)?count\(|\b(R?Lock|local)\(")
+ALWAYS = re.compile(
+    r"\b(weakref\.)?Weak\w+\(|\bContextVar\(|\b(itertools\.)?count\(|\b(R?Lock|local)\("
+)
 
 
 def changing_objects(tree):
     """Names of a module or its classes whose objects functions change, or are of a kind that is made to change."""
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
-    changed = {name for function in functions for node in ast.walk(function) for name in changed_by(node)}
+    changed = {
+        name for function in functions for node in ast.walk(function) for name in changed_by(node)
+    }
     for scope in (tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))):
         for node in scope.body:
             value = getattr(node, "value", None)
             targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-            names = {target.id for target in targets if isinstance(target, ast.Name) and value is not None}
+            names = {
+                target.id
+                for target in targets
+                if isinstance(target, ast.Name) and value is not None
+            }
             if names and ALWAYS.search(ast.unparse(value)):
                 yield from names
-            elif names and (isinstance(value, MUTABLE) or ast.unparse(value).startswith(("dict(", "list(", "set("))):
+            elif names and (
+                isinstance(value, MUTABLE)
+                or ast.unparse(value).startswith(("dict(", "list(", "set("))
+            ):
                 yield from names & changed
-    yield from (name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names)
+    yield from (
+        name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
+    )
 
 
 def changed_by(node):
     """Names whose object a statement changes."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CHANGES
+    ):
         yield last_name(node.func.value)
     for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:
         if isinstance(target, ast.Subscript):
@@ -261,7 +316,8 @@ def test_few_objects_change_while_a_process_runs():
         if not name.startswith("__")
     }
     assert found - CHANGING == set()
-    assert found >= CHANGING - {"convert.gather.METHODS", "schedules.SCHEDULES"}  # which only users change
+    # Which only users change.
+    assert found >= CHANGING - {"convert.gather.METHODS", "schedules.SCHEDULES"}
 
 
 @pytest.mark.parametrize(

@@ -17,23 +17,40 @@ PAGES = [
 def test_all_pages_that_are_named_are_there():
     """In docstrings, messages and comments."""
     folders = ("timm_moe", "studies", "examples", "benchmarks")
-    files = [ROOT / "timm_moe_cli.py", *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
-    named = {(file.name, name) for file in files for name in re.findall(r"docs/[\w/-]+\.md", file.read_text())}
+    files = [
+        ROOT / "timm_moe_cli.py",
+        *(file for folder in folders for file in (ROOT / folder).rglob("*.py")),
+    ]
+    named = {
+        (file.name, name)
+        for file in files
+        for name in re.findall(r"docs/[\w/-]+\.md", file.read_text())
+    }
     assert named
     assert [(file, name) for file, name in named if not (ROOT / name).is_file()] == []
 
 
 def test_all_files_that_pages_name_are_there():
-    named = {(page.name, name) for page in PAGES for name in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text())}
+    named = {
+        (page.name, name)
+        for page in PAGES
+        for name in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text())
+    }
     assert named
     folders = (ROOT, ROOT / "timm_moe")
-    assert [(page, name) for page, name in named if not any((folder / name).is_file() for folder in folders)] == []
+    assert [
+        (page, name)
+        for page, name in named
+        if not any((folder / name).is_file() for folder in folders)
+    ] == []
 
 
 def test_the_citation_names_the_version_and_the_papers_of_the_methods():
     cited = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {timm_moe.__version__}\n" in cited
-    methods = [page.read_text() for page in DOCS if f"images/concept_{page.stem}.svg" in page.read_text()]
+    methods = [
+        page.read_text() for page in DOCS if f"images/concept_{page.stem}.svg" in page.read_text()
+    ]
     papers = {re.search(r"arxiv\.org/abs/([\d.]+)", text)[1] for text in methods}
     assert papers == set(re.findall(r"arxiv\.org/abs/([\d.]+)", cited))
     assert len(papers) == 6

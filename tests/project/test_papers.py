@@ -17,11 +17,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from timm_moe import convert_to_moe
 from timm_moe.convert.blocks import activated_parameters, parameters
-from timm_moe.models.registered import is_named_after_stock, registered_models, weightless, weightless_model
+from timm_moe.models.registered import (
+    is_named_after_stock,
+    registered_models,
+    weightless,
+    weightless_model,
+)
 
 sys.path.insert(0, str(ROOT / "docs"))
 model_tables, paper_figures = import_module("model_tables"), import_module("paper_figures")
-FIGURES, Figure, router_parameters = paper_figures.FIGURES, paper_figures.Figure, paper_figures.router_parameters
+FIGURES, Figure, router_parameters = (
+    paper_figures.FIGURES,
+    paper_figures.Figure,
+    paper_figures.router_parameters,
+)
 
 #: By formula, in the order of FIGURES.
 EXPECTED = {
@@ -42,16 +51,28 @@ EXPECTED = {
     ("ViMoE", "table 4"): [46.8414, 48.4575],
     ("ViMoE", "table 5"): [38.9102, 35.4837, 33.5932, 132.6086],
     ("ViMoE", "section 4.2"): [32, 64, 64],
-    # parameters, then operations: logits and mixtures are 3 N S D multiply-adds, S slots pass an expert
+    # parameters, then operations: logits and mixtures are 3 N S D multiply-adds, S slots pass an
+    # expert
     ("Soft MoE", "table 8"): [
         *(933.7110, 8.5542, 1.8414, 13.1239, 3.7076, 31.8305, 13.1273, 110.6849, 54.1774, 341.3741),
     ],
     ("pBE", "table 26"): [
         *(36.4655, 166.6804, 166.6804, 102.1116, 394.9515, 394.9515, 100.4550, 393.2950, 393.2950),
-        *(325.3083, 845.7849, 845.7849, 323.0995, 843.5762, 843.5762, 655.8353, 2688.6481, 2688.6481),
+        *(
+            325.3083,
+            845.7849,
+            845.7849,
+            323.0995,
+            843.5762,
+            843.5762,
+            655.8353,
+            2688.6481,
+            2688.6481,
+        ),
     ],
     ("pBE", "abstract"): [2.6886],
-    # K = 2 adds a pass through an expert for 1.5 places to a token, of 2 D H multiply-adds, in each expert layer
+    # K = 2 adds a pass through an expert for 1.5 places to a token, of 2 D H multiply-adds, in each
+    # expert layer
     ("pBE", "table 11"): [
         *(22.1968, 23.8960, 28.9937, 33.6027, 72.2495, 76.0727, 87.5424, 97.6419),
         *(309.4059, 324.6197, 370.2613, 416.8687, 252.1497, 258.9466, 279.3372, 297.0512),
@@ -82,9 +103,14 @@ def test_every_figure_is_expected():
 
 @pytest.mark.parametrize("place", EXPECTED, ids=" ".join)
 def test_the_models_have_what_formulas_say(place):
-    found = [measured(number) for number, figure in enumerate(FIGURES) if (figure.paper, figure.where) == place]
+    found = [
+        measured(number)
+        for number, figure in enumerate(FIGURES)
+        if (figure.paper, figure.where) == place
+    ]
     costs = place in [("pBE", where) for where in ("table 11", "table 12", "section 4.1")]
-    tolerance = 0.005 if costs else 2e-4  # the modules round capacities, and count routers and the classifier
+    # The modules round capacities, and count routers and the classifier.
+    tolerance = 0.005 if costs else 2e-4
     assert found == pytest.approx(EXPECTED[place], rel=tolerance, abs=0)
 
 
@@ -96,7 +122,9 @@ def test_the_models_have_what_the_papers_print_or_the_reason_is_given(values):
     differing = [
         (figure.paper, figure.printed)
         for figure, value in zip(FIGURES, values, strict=True)
-        if figure.printed is not None and not figure.agrees(value) and figure.where not in ("table 11", "table 12")
+        if figure.printed is not None
+        and not figure.agrees(value)
+        and figure.where not in ("table 11", "table 12")
     ]
     assert differing == [
         *[("WideNet", "27"), ("ViMoE", "78.8"), ("ViMoE", "4.25"), ("ViMoE", "50")],
@@ -107,11 +135,17 @@ def test_the_models_have_what_the_papers_print_or_the_reason_is_given(values):
 
 def test_the_efficient_vimoes_of_the_document_have_its_parameters():
     text = ROOT.joinpath("docs/vimoe.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:5] == "| N ="]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:5] == "| N ="
+    ]
     assert len(rows) == 4
     for _, options, total, activated, macs in rows:
         kwargs = dict(option.split("=") for option in options.strip("`").split() if "=" in option)
-        model = weightless_model("vimoe_s14_shared", **{k: int(v) if v.isdecimal() else v for k, v in kwargs.items()})
+        model = weightless_model(
+            "vimoe_s14_shared", **{k: int(v) if v.isdecimal() else v for k, v in kwargs.items()}
+        )
         assert f"{parameters(model) / 1e6:.1f}" == total
         assert f"{(activated_parameters(model) - router_parameters(model)) / 1e6:.1f}" == activated
         label = f"vimoe_s14_shared {options.strip('`')}" if kwargs else "vimoe_s14_shared"
@@ -121,7 +155,11 @@ def test_the_efficient_vimoes_of_the_document_have_its_parameters():
 
 @pytest.mark.ci
 def test_training_costs_are_near_the_printed_ones(values):
-    rows = [(figure, value) for figure, value in zip(FIGURES, values, strict=True) if figure.paper == "pBE"]
+    rows = [
+        (figure, value)
+        for figure, value in zip(FIGURES, values, strict=True)
+        if figure.paper == "pBE"
+    ]
     costs = [(figure, value) for figure, value in rows if figure.where == "table 11"]
     assert len(costs) == 24
     for figure, value in costs:
@@ -156,13 +194,18 @@ def test_training_flops_are_those_of_a_forward_and_a_backward():
     model = weightless_model("vmoe_s32", **options)
     with FlopCounterMode(display=False) as counter:
         model(torch.empty(64, 3, 384, 384, device="meta")).sum().backward()
-    assert paper_figures.training_flops(weightless_model("vmoe_s32", **options)) == counter.get_total_flops() / 64
+    assert (
+        paper_figures.training_flops(weightless_model("vmoe_s32", **options))
+        == counter.get_total_flops() / 64
+    )
 
 
 @pytest.mark.ci
 def test_the_page_is_up_to_date(values):
     written = (ROOT / "docs/generated/papers.md").read_text()
-    assert model_tables.papers_page(values) == written, "python docs/model_tables.py papers writes it again"
+    assert model_tables.papers_page(values) == written, (
+        "python docs/model_tables.py papers writes it again"
+    )
     of_papers = [name for name in registered_models() if not is_named_after_stock(name)]
     assert len(of_papers) > 30
     assert all((f"| `{name}` |" in written) == (name in of_papers) for name in registered_models())
@@ -184,8 +227,8 @@ def test_the_page_is_up_to_date(values):
 def test_the_baselines_of_widenet(name, moe_blocks, num_classes, computed, printed):
     """WideNet (arXiv 2107.11817), tables 1, 3 and 5: millions, cut off, of ViT and ViT-MoE.
 
-    The last blocks of ViT-MoE have 4 experts of 4096 hidden units. There is a linear layer before the classifier in
-    pre-training, not on CIFAR-10, and the class token is zero, no parameter.
+    The last blocks of ViT-MoE have 4 experts of 4096 hidden units. There is a linear layer before
+    the classifier in pre-training, not on CIFAR-10, and the class token is zero, no parameter.
     """
     with weightless():
         model = timm.create_model(name, num_classes=num_classes)
@@ -193,9 +236,13 @@ def test_the_baselines_of_widenet(name, moe_blocks, num_classes, computed, print
         if moe_blocks:
             for block in model.blocks[-moe_blocks:]:
                 block.mlp = Mlp(model.embed_dim, 4096)
-            convert_to_moe(model, router="top_k", num_experts=4, top_k=2, moe_layers=f"tail-{moe_blocks}")
+            convert_to_moe(
+                model, router="top_k", num_experts=4, top_k=2, moe_layers=f"tail-{moe_blocks}"
+            )
         if num_classes == 1000:
-            model.head = nn.Sequential(nn.Linear(model.embed_dim, model.embed_dim), nn.Tanh(), model.head)
+            model.head = nn.Sequential(
+                nn.Linear(model.embed_dim, model.embed_dim), nn.Tanh(), model.head
+            )
     millions = parameters(model) / 1e6
     assert millions == pytest.approx(computed, abs=1e-4)
     assert int(millions) == printed
@@ -204,7 +251,8 @@ def test_the_baselines_of_widenet(name, moe_blocks, num_classes, computed, print
 def test_ratios_of_widenets_abstract():
     """63M / 87M and 40M / 87M; the printed 0.13 "of ViT-MoE" is that of ViT-L, of ViT-MoE-L it is 0.10."""
     widenet_l, widenet_h = (
-        int(parameters(weightless_model(name, official_compat=True)) / 1e6) for name in ("widenet_l", "widenet_h")
+        int(parameters(weightless_model(name, official_compat=True)) / 1e6)
+        for name in ("widenet_l", "widenet_h")
     )
     assert int(100 * widenet_h / 87) == 72
     assert round(widenet_l / 87, 4) == 0.4598

@@ -25,7 +25,9 @@ def test_each_point_is_the_farthest_from_those_before(clouds, num_points, data):
     for cloud, indices in zip(points, chosen.tolist(), strict=True):
         assert indices[0] == 0
         assert len(set(indices)) == count
-        distances = torch.cdist(cloud[None], cloud[None], compute_mode="donot_use_mm_for_euclid_dist")[0]
+        distances = torch.cdist(
+            cloud[None], cloud[None], compute_mode="donot_use_mm_for_euclid_dist"
+        )[0]
         for place in range(1, count):
             to_chosen = distances[:, indices[:place]].amin(1)
             torch.testing.assert_close(to_chosen[indices[place]], to_chosen.max())
@@ -36,7 +38,9 @@ def test_groups_are_the_nearest_points_seen_from_their_center():
     groups, centers = group_points(points, 5, 6)
     for cloud in range(2):
         for group, center in zip(groups[cloud], centers[cloud], strict=True):
-            nearest = sorted(points[cloud].tolist(), key=lambda point: sum((torch.tensor(point) - center) ** 2))[:6]
+            nearest = sorted(
+                points[cloud].tolist(), key=lambda point: sum((torch.tensor(point) - center) ** 2)
+            )[:6]
             places = sorted((group + center).tolist())
             torch.testing.assert_close(torch.tensor(places), torch.tensor(sorted(nearest)))
 
@@ -44,7 +48,9 @@ def test_groups_are_the_nearest_points_seen_from_their_center():
 def test_neighbors_far_from_the_origin():
     points = torch.tensor([0.0, 1, 2, 3, 4, 5])[None, :, None] * torch.tensor([2**-7, 0, 0]) + 300
     points = torch.cat([points, points + 50], 1)
-    assert nearest_points(points.repeat(1, 3, 1), points[:, 2:3], 3)[0, 0].remainder(12).tolist() == [2, 2, 2]
+    assert nearest_points(points.repeat(1, 3, 1), points[:, 2:3], 3)[0, 0].remainder(
+        12
+    ).tolist() == [2, 2, 2]
 
 
 def test_normalized_clouds():
@@ -59,7 +65,10 @@ def test_normalized_clouds():
     [
         (torch.rand(1, 7, 3), "8 points are needed of each cloud, these have 7"),
         (torch.rand(7, 3), r"has the shape \(clouds, points, coordinates\), not \(7, 3\)"),
-        (torch.tensor([0.0, 1, torch.nan]).expand(2, 9, 3), "Cloud 0 of the batch has coordinates that are not finite"),
+        (
+            torch.tensor([0.0, 1, torch.nan]).expand(2, 9, 3),
+            "Cloud 0 of the batch has coordinates that are not finite",
+        ),
     ],
 )
 def test_clouds_that_are_refused(points, sentence):
@@ -75,11 +84,21 @@ def test_groups_of_more_points_than_there_are():
 
 def block_shapes(prefix, depth, qkv_bias):
     one = {
-        "norm1.weight": (384,), "norm1.bias": (384,), "attn.qkv.weight": (1152, 384), "attn.proj.weight": (384, 384),
-        "attn.proj.bias": (384,), "norm2.weight": (384,), "norm2.bias": (384,), "mlp.fc1.weight": (1536, 384),
-        "mlp.fc1.bias": (1536,), "mlp.fc2.weight": (384, 1536), "mlp.fc2.bias": (384,),
-    } | ({"attn.qkv.bias": (1152,)} if qkv_bias else {})  # fmt: skip
-    return {f"{prefix}.{index}.{name}": shape for index in range(depth) for name, shape in one.items()}
+        "norm1.weight": (384,),
+        "norm1.bias": (384,),
+        "attn.qkv.weight": (1152, 384),
+        "attn.proj.weight": (384, 384),
+        "attn.proj.bias": (384,),
+        "norm2.weight": (384,),
+        "norm2.bias": (384,),
+        "mlp.fc1.weight": (1536, 384),
+        "mlp.fc1.bias": (1536,),
+        "mlp.fc2.weight": (384, 1536),
+        "mlp.fc2.bias": (384,),
+    } | ({"attn.qkv.bias": (1152,)} if qkv_bias else {})
+    return {
+        f"{prefix}.{index}.{name}": shape for index in range(depth) for name, shape in one.items()
+    }
 
 
 def norm_shapes(name, width):
@@ -90,16 +109,25 @@ def point_bert_shapes():
     """List the shapes of ModelNet40's classifier in Julie-tang00/Point-BERT."""
     shapes = {"cls_token": (1, 1, 384), "cls_pos": (1, 1, 384)} | norm_shapes("norm", 384)
     linear = {
-        "encoder.first_conv.0": (128, 3, 1), "encoder.first_conv.3": (256, 128, 1),
-        "encoder.second_conv.0": (512, 512, 1), "encoder.second_conv.3": (256, 512, 1),
-        "reduce_dim": (384, 256), "pos_embed.0": (128, 3), "pos_embed.2": (384, 128),
-        "cls_head_finetune.0": (256, 768), "cls_head_finetune.3": (40, 256),
-    }  # fmt: skip
+        "encoder.first_conv.0": (128, 3, 1),
+        "encoder.first_conv.3": (256, 128, 1),
+        "encoder.second_conv.0": (512, 512, 1),
+        "encoder.second_conv.3": (256, 512, 1),
+        "reduce_dim": (384, 256),
+        "pos_embed.0": (128, 3),
+        "pos_embed.2": (384, 128),
+        "cls_head_finetune.0": (256, 768),
+        "cls_head_finetune.3": (40, 256),
+    }
     for name, shape in linear.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     for name, width in (("encoder.first_conv.1", 128), ("encoder.second_conv.1", 512)):
         shapes |= norm_shapes(name, width)
-        shapes |= {f"{name}.running_mean": (width,), f"{name}.running_var": (width,), f"{name}.num_batches_tracked": ()}
+        shapes |= {
+            f"{name}.running_mean": (width,),
+            f"{name}.running_var": (width,),
+            f"{name}.num_batches_tracked": (),
+        }
     return shapes | block_shapes("blocks.blocks", 12, qkv_bias=False)
 
 
@@ -110,7 +138,10 @@ def pix4point_shapes():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     for stage, (wide, width) in enumerate([(10, 192), (195, 384)]):
         at = f"patch_embed.convs.{stage}"
-        shapes |= {f"{at}.0.0.0.weight": (width, wide, 1, 1), f"{at}.0.1.0.weight": (width, width, 1, 1)}
+        shapes |= {
+            f"{at}.0.0.0.weight": (width, wide, 1, 1),
+            f"{at}.0.1.0.weight": (width, width, 1, 1),
+        }
         shapes |= {f"{at}.0.1.0.bias": (width,), f"{at}.1.0.0.weight": (2 * width, 2 * width, 1, 1)}
         shapes |= {f"{at}.1.1.0.weight": (width, 2 * width, 1, 1)}
         shapes |= norm_shapes(f"{at}.0.0.1", width) | norm_shapes(f"{at}.1.0.1", 2 * width)
@@ -119,7 +150,8 @@ def pix4point_shapes():
 
 
 @pytest.mark.parametrize(
-    ("model_class", "expected"), [(PointTransformer, point_bert_shapes()), (PointViT, pix4point_shapes())]
+    ("model_class", "expected"),
+    [(PointTransformer, point_bert_shapes()), (PointViT, pix4point_shapes())],
 )
 def test_published_names(model_class, expected):
     with torch.device("meta"):
@@ -143,22 +175,38 @@ def fill(model):
 def test_outputs_of_the_published_code(golden):
     """points.npz is from the published models at these sizes, their CUDA sampling replaced by farthest_points."""
     expected = golden("points")
-    torch.testing.assert_close(fill(PointTransformer(5, **TINY))(expected["points"]), expected["logits"])
-    _, tokens = fill(PointViT(width=48, depth=2, num_heads=3, group_size=4))(expected["points"], expected["features"])
+    torch.testing.assert_close(
+        fill(PointTransformer(5, **TINY))(expected["points"]), expected["logits"]
+    )
+    _, tokens = fill(PointViT(width=48, depth=2, num_heads=3, group_size=4))(
+        expected["points"], expected["features"]
+    )
     torch.testing.assert_close(tokens, expected["tokens"], atol=1e-5, rtol=1e-4)
 
 
 def checkpoint(tmp_path, state, **changes):
     """A file as Point-BERT's code writes it."""
     metrics = {"acc": torch.tensor(92.4)}
-    file = {"base_model": state, "optimizer": {}, "epoch": 7, "metrics": metrics, "best_metrics": metrics, **changes}
-    torch.save({name: value for name, value in file.items() if value is not None}, tmp_path / "ckpt-best.pth")
+    file = {
+        "base_model": state,
+        "optimizer": {},
+        "epoch": 7,
+        "metrics": metrics,
+        "best_metrics": metrics,
+        **changes,
+    }
+    torch.save(
+        {name: value for name, value in file.items() if value is not None},
+        tmp_path / "ckpt-best.pth",
+    )
     return tmp_path / "ckpt-best.pth"
 
 
 def test_a_fine_tuned_checkpoint_loads_whole(tmp_path):
     source, model = fill(PointTransformer(5, **TINY)), PointTransformer(5, **TINY).eval()
-    path = checkpoint(tmp_path, {f"module.{name}": value for name, value in source.state_dict().items()})
+    path = checkpoint(
+        tmp_path, {f"module.{name}": value for name, value in source.state_dict().items()}
+    )
     assert load_point_bert(model, path) == []
     points = torch.rand(2, 20, 3)
     assert torch.equal(model(points), source(points))
@@ -166,12 +214,26 @@ def test_a_fine_tuned_checkpoint_loads_whole(tmp_path):
 
 def test_of_a_pretrained_checkpoint_all_but_the_head_is_loaded(tmp_path):
     source, model = fill(PointTransformer(5, **TINY)), PointTransformer(5, **TINY)
-    mask = {f"transformer_q.{name}": torch.zeros(1) for name in ("mask_token", "lm_head.weight", "cls_head.0.weight")}
-    body = {name: value for name, value in source.state_dict().items() if not name.startswith("cls_head_finetune")}
-    state = mask | {f"transformer_{part}.{name}": value for part in "qk" for name, value in body.items()}
-    path = checkpoint(tmp_path, {f"module.{name}": value for name, value in state.items()} | {"module.queue": mask})
+    mask = {
+        f"transformer_q.{name}": torch.zeros(1)
+        for name in ("mask_token", "lm_head.weight", "cls_head.0.weight")
+    }
+    body = {
+        name: value
+        for name, value in source.state_dict().items()
+        if not name.startswith("cls_head_finetune")
+    }
+    state = mask | {
+        f"transformer_{part}.{name}": value for part in "qk" for name, value in body.items()
+    }
+    path = checkpoint(
+        tmp_path,
+        {f"module.{name}": value for name, value in state.items()} | {"module.queue": mask},
+    )
     head = load_point_bert(model, path)
-    assert head == [f"cls_head_finetune.{layer}.{part}" for layer in (0, 3) for part in ("weight", "bias")]
+    assert head == [
+        f"cls_head_finetune.{layer}.{part}" for layer in (0, 3) for part in ("weight", "bias")
+    ]
     for name, value in model.state_dict().items():
         assert torch.equal(value, source.state_dict()[name]) == (name not in head)
 
@@ -184,10 +246,22 @@ class Harmful:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda state: state.pop("norm.bias"), r"1 tensors: of norm.bias the file has the shape None, the model \(48"),
-        (lambda state: state.update(more=torch.zeros(2)), r"of more the file has the shape \(2,\), the model None"),
-        (lambda state: state.update(cls_pos=torch.zeros(3)), r"of cls_pos the file has the shape \(3,\), the model"),
-        (lambda state: state.update(cls_pos=Harmful()), "no checkpoint that can be read without running code"),
+        (
+            lambda state: state.pop("norm.bias"),
+            r"1 tensors: of norm.bias the file has the shape None, the model \(48",
+        ),
+        (
+            lambda state: state.update(more=torch.zeros(2)),
+            r"of more the file has the shape \(2,\), the model None",
+        ),
+        (
+            lambda state: state.update(cls_pos=torch.zeros(3)),
+            r"of cls_pos the file has the shape \(3,\), the model",
+        ),
+        (
+            lambda state: state.update(cls_pos=Harmful()),
+            "no checkpoint that can be read without running code",
+        ),
     ],
 )
 def test_checkpoints_that_do_not_fit(tmp_path, capsys, change, sentence):
@@ -230,16 +304,27 @@ def test_experts_become_the_dense_model_again(kind):
 def test_the_variants_of_a_seed():
     """They differ only in their experts, which follow the paper's section 6."""
     settings = {"training": {"model": TINY}, "share_rate": 0.3}
-    models = {name: point_clouds.make_model(name, 1, 5, settings, None) for name in point_clouds.VARIANTS}
+    models = {
+        name: point_clouds.make_model(name, 1, 5, settings, None) for name in point_clouds.VARIANTS
+    }
     dense = models["dense"].state_dict()
     for name, model in models.items():
-        same = [key for key, value in model.state_dict().items() if key in dense and value.shape == dense[key].shape]
+        same = [
+            key
+            for key, value in model.state_dict().items()
+            if key in dense and value.shape == dense[key].shape
+        ]
         assert len(dense) - len(same) == (0 if name == "dense" else 4)
         assert all(torch.equal(model.state_dict()[key], dense[key]) for key in same)
     layers = {name: list(timm_moe.moe_layers(model).values()) for name, model in models.items()}
     assert not layers["dense"]
     ((ewa,), (naive,), (early,)) = (layers[name] for name in ("ewa", "naive", "early-ewa"))
-    assert (ewa.share_rate, ewa.share_schedule, early.share_rate, early.share_schedule) == (0.3, "linear", 0.3, "early")
+    assert (ewa.share_rate, ewa.share_schedule, early.share_rate, early.share_schedule) == (
+        0.3,
+        "linear",
+        0.3,
+        "early",
+    )
     assert not naive.share_rate
     for layer in (naive, early):
         router = layer.router

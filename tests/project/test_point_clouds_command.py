@@ -16,7 +16,12 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture
 def tiny_sizes(monkeypatch):
-    short = dict(model={**TINY, "group_widths": (4, 8, 8, 8), "width": 12}, epochs=2, warmup_epochs=1, batch_size=8)
+    short = dict(
+        model={**TINY, "group_widths": (4, 8, 8, 8), "width": 12},
+        epochs=2,
+        warmup_epochs=1,
+        batch_size=8,
+    )
     for name, size in point_clouds.SIZES.items():
         sampled = dict(num_points=16, sampled_points=24) if name == "paper" else {}
         monkeypatch.setitem(point_clouds.SIZES, name, {**size, **short, **sampled})
@@ -24,7 +29,16 @@ def tiny_sizes(monkeypatch):
 
 def test_runs_are_kept_and_not_run_again(tmp_path, capsys, tiny_sizes):
     folder, output = write_mnist(tmp_path), tmp_path / "new/results.json"
-    options = ["--data", "mnist", "--data-dir", str(folder), "--output", str(output), "--train-clouds", "32"]
+    options = [
+        "--data",
+        "mnist",
+        "--data-dir",
+        str(folder),
+        "--output",
+        str(output),
+        "--train-clouds",
+        "32",
+    ]
     point_clouds.main([*options, "--seeds", "0", "--variants", "dense", "ewa"])
     first = capsys.readouterr().out
     assert "ewa, seed 0, epoch 2 of 2: training loss" in first
@@ -48,7 +62,18 @@ def test_votes_draw_the_clouds_again(tmp_path, capsys, tiny_sizes):
     folder = write_modelnet40(tmp_path, 8)
     where = ["--data-dir", str(folder), "--output", str(tmp_path / "results.json")]
     point_clouds.main(
-        ["--data", "modelnet40", "--size", "paper", "--vote", "--seeds", "0", "--variants", "early-ewa", *where]
+        [
+            "--data",
+            "modelnet40",
+            "--size",
+            "paper",
+            "--vote",
+            "--seeds",
+            "0",
+            "--variants",
+            "early-ewa",
+            *where,
+        ]
     )
     out = capsys.readouterr().out
     assert "modelnet40, test: 16 clouds of 30 points" in out
@@ -57,7 +82,11 @@ def test_votes_draw_the_clouds_again(tmp_path, capsys, tiny_sizes):
 
 
 def test_differences_are_paired_by_seed():
-    accuracies = {"dense": {0: 90.0, 1: 92.0, 2: 94.0}, "ewa": {2: 95.5, 0: 91.0}, "naive": {7: 90.0}}
+    accuracies = {
+        "dense": {0: 90.0, 1: 92.0, 2: 94.0},
+        "ewa": {2: 95.5, 0: 91.0},
+        "naive": {7: 90.0},
+    }
     runs = [
         {"variant": variant, "seed": seed, "accuracy": accuracy, "parameters": 1000}
         for variant, by_seed in accuracies.items()
@@ -77,8 +106,11 @@ def test_clouds_are_drawn_scaled_and_moved():
     assert torch.equal(drawn, point_clouds.sample(points, size, torch.Generator().manual_seed(0)))
     other = point_clouds.sample(points, size, torch.Generator().manual_seed(1))
     assert not torch.allclose(drawn.mean(1), other.mean(1), atol=1e-2)
-    whole = point_clouds.sample(points, dict(sampled_points=60, num_points=60), torch.Generator().manual_seed(0))
-    before, after = points.sort(1).values, whole.sort(1).values  # all points are in it: each axis is a line
+    whole = point_clouds.sample(
+        points, dict(sampled_points=60, num_points=60), torch.Generator().manual_seed(0)
+    )
+    # All points are in it: each axis is a line.
+    before, after = points.sort(1).values, whole.sort(1).values
     scale = (after[:, -1:] - after[:, :1]) / (before[:, -1:] - before[:, :1])
     move = (after - scale * before).mean(1, keepdim=True)
     torch.testing.assert_close(after, scale * before + move)
@@ -104,7 +136,14 @@ def test_options_that_are_refused(capsys, options, sentence):
 
 
 def test_too_few_clouds_and_files_of_others(tmp_path):
-    options = ["--data", "mnist", "--data-dir", str(write_mnist(tmp_path)), "--output", str(tmp_path / "results.json")]
+    options = [
+        "--data",
+        "mnist",
+        "--data-dir",
+        str(write_mnist(tmp_path)),
+        "--output",
+        str(tmp_path / "results.json"),
+    ]
     with pytest.raises(SystemExit, match="40 clouds do not fill a batch of 64"):
         point_clouds.main(options)
     (tmp_path / "results.json").write_text('{"runs": 1}')
@@ -115,7 +154,14 @@ def test_too_few_clouds_and_files_of_others(tmp_path):
 
 def test_a_training_that_breaks_off_is_told(tmp_path, tiny_sizes, monkeypatch):
     monkeypatch.setitem(point_clouds.SIZES["small"], "lr", 1e30)
-    options = ["--data", "mnist", "--data-dir", str(write_mnist(tmp_path)), "--output", str(tmp_path / "results.json")]
+    options = [
+        "--data",
+        "mnist",
+        "--data-dir",
+        str(write_mnist(tmp_path)),
+        "--output",
+        str(tmp_path / "results.json"),
+    ]
     with pytest.raises(SystemExit, match="dense, seed 0: the training loss is nan"):
         point_clouds.main([*options, "--seeds", "0"])
 
@@ -125,7 +171,9 @@ def test_as_a_script(tmp_path):
     """Bars and bars with a foot are told apart by all variants."""
     folder = write_mnist(tmp_path, 200)
     script = Path(point_clouds.__file__)
-    done = run_script(script, "--data", "mnist", "--data-dir", folder, "--seeds", 0, "--epochs", 4, cwd=tmp_path)
+    done = run_script(
+        script, "--data", "mnist", "--data-dir", folder, "--seeds", 0, "--epochs", 4, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
     assert [row[0] for row in rows] == [f"| {name}" for name in point_clouds.VARIANTS]
@@ -136,7 +184,9 @@ def test_as_a_script(tmp_path):
 def test_the_tables_of_the_page_are_what_the_command_prints(data, capsys, tmp_path):
     page, results = (DOCS / "generated/studies.md").read_text(), tmp_path / "results.json"
     shutil.copy(DOCS / "generated/point_clouds.json", results)
-    (command,) = [line for line in page.splitlines() if f"--data {data} " in line and "--size" not in line]
+    (command,) = [
+        line for line in page.splitlines() if f"--data {data} " in line and "--size" not in line
+    ]
     options = command.split()[2:]
     options[options.index("--output") + 1] = str(results)
     point_clouds.main(options)

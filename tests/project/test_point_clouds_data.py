@@ -6,7 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from point_cloud_files import write_idx, write_mnist, write_modelnet10, write_modelnet40, write_s3dis
+from point_cloud_files import (
+    write_idx,
+    write_mnist,
+    write_modelnet10,
+    write_modelnet40,
+    write_s3dis,
+)
 from points.data import read_mnist, read_modelnet10, read_modelnet40, read_s3dis
 from points.grouping import normalize
 from points.models import PointViT
@@ -44,8 +50,14 @@ def zip_and_cut(path):
         (Path.unlink, "has no train-images-idx3-ubyte"),
         (cut, "train-images-idx3-ubyte is no whole idx file"),
         (zip_and_cut, "train-images-idx3-ubyte.gz is damaged or cut off"),
-        (lambda path: write_idx(path, np.zeros((40, 28, 28), np.uint8)), "Image 0 of train has no ink"),
-        (lambda path: write_idx(path, np.ones((9, 28, 28), np.uint8)), "has 9 images of train and 40 labels"),
+        (
+            lambda path: write_idx(path, np.zeros((40, 28, 28), np.uint8)),
+            "Image 0 of train has no ink",
+        ),
+        (
+            lambda path: write_idx(path, np.ones((9, 28, 28), np.uint8)),
+            "has 9 images of train and 40 labels",
+        ),
         (lambda path: None, "There are 40 images of train, 41 were asked for"),
     ],
 )
@@ -56,7 +68,9 @@ def test_mnist_that_is_refused(tmp_path, damage, sentence):
 
 
 def test_modelnet10(tmp_path, capsys):
-    train, test = (read_modelnet10(write_modelnet10(tmp_path), split) for split in ("train", "test"))
+    train, test = (
+        read_modelnet10(write_modelnet10(tmp_path), split) for split in ("train", "test")
+    )
     assert capsys.readouterr().out.count("monitor.npy.gz: 1 grids are empty and left out\n") == 2
     assert (train.points.shape, test.points.shape) == ((10, 512, 3), (3, 512, 3))
     assert (train.labels.bincount().tolist(), test.labels.bincount().tolist()) == ([7, 3], [2, 1])
@@ -80,7 +94,9 @@ def test_modelnet40(tmp_path):
     assert clouds.points.shape == (8, 30, 3)
     assert (clouds.labels.tolist(), clouds.classes) == ([0, 1] * 4, ["cone", "night_stand"])
     written = np.loadtxt(tmp_path / "night_stand/night_stand_0002.txt", delimiter=",")[:, :3]
-    torch.testing.assert_close(clouds.points[3], normalize(torch.from_numpy(written)[None].float())[0])
+    torch.testing.assert_close(
+        clouds.points[3], normalize(torch.from_numpy(written)[None].float())[0]
+    )
     assert read_modelnet40(tmp_path, "test", 3, 10).points.shape == (3, 10, 3)
 
 
@@ -111,7 +127,9 @@ def test_s3dis(tmp_path, layout):
     assert (train.name, test.name) == ("Area_1_office_1", "Area_5_hallway_2")
     expected = torch.from_numpy(np.load(tmp_path / "arrays/raw/Area_5_hallway_2.npy"))
     assert test.labels.tolist() == [7] * 4 + [12] * 4 + [2] * 4
-    torch.testing.assert_close(torch.cat([test.points, test.colors, test.labels[:, None].float()], 1), expected)
+    torch.testing.assert_close(
+        torch.cat([test.points, test.colors, test.labels[:, None].float()], 1), expected
+    )
     assert [room.name for room in read_s3dis(folder, "test", 1)] == ["Area_1_office_1"]
     model = PointViT(width=48, depth=2, num_heads=3, group_size=2, stages=1)
     features = torch.cat([test.points, test.colors / 255, test.points[:, 2:]], 1)

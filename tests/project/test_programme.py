@@ -39,7 +39,9 @@ def test_no_part_stops_another_and_each_keeps_its_limit(tmp_path, monkeypatch, c
 
 def test_the_programme_takes_twelve_minutes_and_a_command_each(tmp_path):
     assert sum(programme.LIMITS.values()) == 12 * 60
-    made = {part: make(240) for part, make in programme.commands(tmp_path, "cuda", "images").items()}
+    made = {
+        part: make(240) for part, make in programme.commands(tmp_path, "cuda", "images").items()
+    }
     assert list(made) == list(programme.LIMITS)
     assert made["study"][2:5] == ["studies", "near", "--size"]
     assert made["study"][-1] == "3.50"
@@ -50,16 +52,20 @@ def test_the_programme_takes_twelve_minutes_and_a_command_each(tmp_path):
 @pytest.mark.ci
 @pytest.mark.parametrize("part", ["busy", "tests", "steps"])
 def test_a_part_in_miniature(part, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["programme", str(tmp_path), "--device", "cpu", "--parts", part])
+    monkeypatch.setattr(
+        sys, "argv", ["programme", str(tmp_path), "--device", "cpu", "--parts", part]
+    )
     with suppress(SystemExit):
         programme.main()
     log, told = ((tmp_path / name).read_text() for name in (f"{part}.log", "summary.txt"))
     # A slow machine compiles for longer than the limit.
     assert "passed" in told or (part == "steps" and "over its limit" in told), log[-2000:]
     if part == "busy":
-        assert [line.split(":")[0] for line in log.splitlines() if "busy 0." in line or "busy 1." in line] == [
-            *("dense", "EWA", "top-1")
-        ]
+        assert [
+            line.split(":")[0]
+            for line in log.splitlines()
+            if "busy 0." in line or "busy 1." in line
+        ] == [*("dense", "EWA", "top-1")]
     elif part == "steps":
         (result,) = json.loads((tmp_path / "steps.json").read_text()).values()
         assert {row["entry"] for row in result["rows"]} == {"dense", "EWA", "top-1"}

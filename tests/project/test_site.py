@@ -20,7 +20,14 @@ pytestmark = [pytest.mark.ci]
 
 START = "index.html"
 #: The attribute with the address that a tag loads when the page opens.
-ASKED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "object": "data", "link": "href"}
+ASKED = {
+    "img": "src",
+    "script": "src",
+    "iframe": "src",
+    "source": "src",
+    "object": "data",
+    "link": "href",
+}
 #: The addresses of the visible links of a page.
 VISIBLE = """
 const seen = link => link.checkVisibility({visibilityProperty: true, opacityProperty: true});
@@ -60,7 +67,11 @@ def folder(tmp_path_factory):
 def pages(folder):
     """Pages by their path in the site, without 404.html, which only a server shows."""
     files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.html")}
-    return {path: Page(file.read_text(encoding="utf-8")) for path, file in files.items() if path != "404.html"}
+    return {
+        path: Page(file.read_text(encoding="utf-8"))
+        for path, file in files.items()
+        if path != "404.html"
+    }
 
 
 def target(page, address):
@@ -109,17 +120,28 @@ def test_every_package_and_command_is_in_the_reference(pages):
     documented = set().union(*(page.ids for page in pages.values()))
     packages = [file.parent for file in (ROOT / "timm_moe").glob("*/__init__.py")]
     assert {f"timm_moe.{package.name}" for package in packages} <= documented
-    assert {"timm_moe.analysis.report.write_report", "timm_moe.analysis.routes.statistics"} <= documented
+    assert {
+        "timm_moe.analysis.report.write_report",
+        "timm_moe.analysis.routes.statistics",
+    } <= documented
     modules = ("__version__", "checkpoints", "models")
     assert {f"timm_moe.{name}" for name in timm_moe.__all__ if name not in modules} <= documented
 
 
 def test_no_page_asks_another_host(folder, pages):
     asked = {(path, address) for path, page in pages.items() for address in page.asked}
-    assert [address for address in asked if target(*address)[0] is None and not address[1].startswith("data:")] == []
+    assert [
+        address
+        for address in asked
+        if target(*address)[0] is None and not address[1].startswith("data:")
+    ] == []
     for file in folder.rglob("*.css"):
-        addresses = re.findall(r"url\(\s*[\"']?([^\"')]+)|@import\s*[\"']([^\"']+)", file.read_text(encoding="utf-8"))
-        assert [address for pair in addresses for address in pair if re.match(r"(https?:)?//", address)] == [], file
+        addresses = re.findall(
+            r"url\(\s*[\"']?([^\"')]+)|@import\s*[\"']([^\"']+)", file.read_text(encoding="utf-8")
+        )
+        assert [
+            address for pair in addresses for address in pair if re.match(r"(https?:)?//", address)
+        ] == [], file
 
 
 def test_a_notebook_becomes_a_page():
@@ -127,7 +149,10 @@ def test_a_notebook_becomes_a_page():
     notebook = runpy.run_path(str(ROOT / "mkdocs_hooks.py"))["notebook"]
     outputs = [
         {"output_type": "stream", "name": "stdout", "text": ["\x1b[31mtwo\x1b[0m\n", "three\n"]},
-        {"output_type": "display_data", "data": {"image/png": "AAAA\n", "text/plain": ["<Figure>"]}},
+        {
+            "output_type": "display_data",
+            "data": {"image/png": "AAAA\n", "text/plain": ["<Figure>"]},
+        },
         {"output_type": "execute_result", "data": {"text/plain": ["4"]}},
         {"output_type": "error", "ename": "ValueError", "evalue": "five", "traceback": []},
     ]
@@ -141,17 +166,25 @@ def test_a_notebook_becomes_a_page():
     assert blocks[4:] == ["~~~text\n4\n~~~", "~~~text\nValueError: five\n~~~"]
 
 
-def test_pages_open_as_files_without_error_or_request_and_what_is_seen_leads_everywhere(browser, folder, pages):
+def test_pages_open_as_files_without_error_or_request_and_what_is_seen_leads_everywhere(
+    browser, folder, pages
+):
     """Only visible links count; test_every_page_is_two_clicks_from_the_first counts folded ones too."""
     seen = {}
     for path in pages:
         browser.get((folder / path).as_uri())
         assert browser.get_log("browser") == [], path
-        events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-        asked = [
-            event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
+        events = [
+            json.loads(entry["message"])["message"] for entry in browser.get_log("performance")
         ]
-        assert [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == [], path
+        asked = [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
+        assert [
+            url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))
+        ] == [], path
         here = {unquote(urlsplit(url).path) for url in browser.execute_script(VISIBLE)}
         seen[path] = {other for other in pages if str(folder / other) in here}
     assert set(pages) - within_two_clicks(seen.__getitem__) == set()
@@ -165,5 +198,7 @@ def test_the_search_finds_a_word_without_a_server(browser, folder):
     field = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
     field.click()
     field.send_keys("upcycling")
-    results = WebDriverWait(browser, 30).until(lambda b: b.find_elements(By.CSS_SELECTOR, "a.md-search-result__link"))
+    results = WebDriverWait(browser, 30).until(
+        lambda b: b.find_elements(By.CSS_SELECTOR, "a.md-search-result__link")
+    )
     assert any("train.html" in result.get_attribute("href") for result in results)

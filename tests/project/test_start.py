@@ -39,7 +39,10 @@ def test_the_ten_minutes(tmp_path):
     assert "EWA: averaging the 4 experts of 2 layers" in said
     assert "by a <class 'timm.models.vision_transformer.VisionTransformer'>" in said
     assert "timm_moe was needed: False" in said
-    assert [len(list((tmp_path / "digits").glob(f"{split}/*/*.png"))) for split in ("train", "validation")] == [
+    assert [
+        len(list((tmp_path / "digits").glob(f"{split}/*/*.png")))
+        for split in ("train", "validation")
+    ] == [
         1347,
         450,
     ]

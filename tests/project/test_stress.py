@@ -38,9 +38,13 @@ def test_killed_while_writing(number, only):
 @needs_scripts
 @pytest.mark.parametrize(("kills", "epochs"), [(2, 3), whole(20, 40)])
 def test_killed_while_training(kills, epochs):
-    assert f"updates at the end: {epochs * 4}" in run("kill_training", "--kills", kills, "--epochs", epochs)
+    assert f"updates at the end: {epochs * 4}" in run(
+        "kill_training", "--kills", kills, "--epochs", epochs
+    )
 
 
-@pytest.mark.parametrize("arguments", [("--steps", 10, "--models", "EWA", "pBE"), whole(("--steps", 2000))])
+@pytest.mark.parametrize(
+    "arguments", [("--steps", 10, "--models", "EWA", "pBE"), whole(("--steps", 2000))]
+)
 def test_training_leaves_memory_flat(arguments):
     assert "growing: none" in run("memory", *arguments)

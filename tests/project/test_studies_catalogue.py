@@ -34,18 +34,23 @@ def test_corruptions_are_the_same_for_every_model_and_of_the_stated_strength(fol
     deviations = []
     for name, corruption in corruptions.CORRUPTIONS.items():
         reader = corruptions.CorruptedReader(clean, corruption)
-        first, again = ([np.asarray(Image.open(reader[index][0])) for index in (0, 7)] for _ in range(2))
+        first, again = (
+            [np.asarray(Image.open(reader[index][0])) for index in (0, 7)] for _ in range(2)
+        )
         assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
         assert [reader[index][1] for index in (0, 7)] == [clean[index][1] for index in (0, 7)]
         if name.startswith("noise"):
-            assert not np.array_equal(first[0] - first[0].mean(), first[1] - first[1].mean())  # each image has its own
+            # Each image has its own.
+            assert not np.array_equal(first[0] - first[0].mean(), first[1] - first[1].mean())
             deviations.append(first[1].std())
     assert deviations[0] == pytest.approx(0.04 * 255, rel=0.3)
     assert deviations[1] == pytest.approx(0.08 * 255, rel=0.3)
     pixels = np.repeat(np.tile(np.arange(0, 192, 3, dtype=np.uint8), (8, 1))[..., None], 3, 2)
     ramp = Image.fromarray(pixels)
     for factor in (0.5, 0.25):
-        assert np.std(corruptions.contrast(factor)(ramp)) == pytest.approx(np.std(ramp) * factor, rel=0.05)
+        assert np.std(corruptions.contrast(factor)(ramp)) == pytest.approx(
+            np.std(ramp) * factor, rel=0.05
+        )
     edge = Image.fromarray(200 * (pixels > 96).astype(np.uint8))
     mild, strong = (len(np.unique(corruptions.blur(deviation)(edge))) for deviation in (0.6, 1.0))
     assert 2 < mild < strong
@@ -55,9 +60,15 @@ def test_corruptions_are_the_same_for_every_model_and_of_the_stated_strength(fol
 @pytest.mark.parametrize(
     ("arms", "told"),
     [
-        ((Arm("a", DENSE), Arm("b", replace(DENSE, options=("--drop-path", "0.9")))), "Two trainings are called dense"),
+        (
+            (Arm("a", DENSE), Arm("b", replace(DENSE, options=("--drop-path", "0.9")))),
+            "Two trainings are called dense",
+        ),
         ((Arm("a", EWA, beside=(replace(EWA, draw=1),)),), "Two trainings are called ewa"),
-        ((Arm("rate x4", DENSE), Arm("rate X4", DENSE)), "rate X4 needs another name: rate-x4 is taken"),
+        (
+            (Arm("rate x4", DENSE), Arm("rate X4", DENSE)),
+            "rate X4 needs another name: rate-x4 is taken",
+        ),
         ((Arm("Train", DENSE),), "Train needs another name: train is taken"),
         ((Arm("uses start", DENSE),), "uses start needs another name: uses-start is taken"),
         ((Arm("a", DENSE), Arm("a", EWA)), "a needs another name: a is taken"),
@@ -103,7 +114,10 @@ def test_compared_routers_cost_and_hold_the_same(size):
     parser.add_argument("--model-kwargs", nargs="*", action=ParseKwargs)
     macs, held = {}, {}
     for arm in size.arms:
-        kwargs = parser.parse_args(["--model-kwargs", *size.kwargs, *arm.training.kwargs]).model_kwargs or {}
+        kwargs = (
+            parser.parse_args(["--model-kwargs", *size.kwargs, *arm.training.kwargs]).model_kwargs
+            or {}
+        )
         model = weightless_model(size.models[arm.training.model], **kwargs)
         macs[arm.name], held[arm.name] = evaluation_cost(model).macs, parameters(model)
     assert macs == dict.fromkeys(macs, pytest.approx(macs["dense"], rel=0.05))
@@ -163,21 +177,31 @@ def test_trainings_of_one_name_in_one_setting_are_the_same(folder):
                     0,
                     Place(Path("scripts"), folder, dict.fromkeys(size.images, images.Part(2, ""))),
                 )
-                assert stated.setdefault((size.setting, training.name), run.stated()) == run.stated(), training.name
+                assert (
+                    stated.setdefault((size.setting, training.name), run.stated()) == run.stated()
+                ), training.name
 
 
 def test_the_divided_learning_rate_is_that_of_the_networks_that_ewa_converts():
     model = timm.create_model("vit_tiny_patch16_224", depth=4, embed_dim=24, num_heads=2)
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
-    decay = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     callbacks._divide(optimizer, model, "every-2", 4)
     scale = {
-        id(parameter): group.get("lr_scale", 1) for group in optimizer.param_groups for parameter in group["params"]
+        id(parameter): group.get("lr_scale", 1)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
     for group in optimizer.param_groups:
         assert all(group["weight_decay"] == decay[id(parameter)] for parameter in group["params"])
     for name, parameter in model.named_parameters():
-        assert scale[id(parameter)] == (0.25 if name.startswith(("blocks.1.mlp.", "blocks.3.mlp.")) else 1), name
+        assert scale[id(parameter)] == (
+            0.25 if name.startswith(("blocks.1.mlp.", "blocks.3.mlp.")) else 1
+        ), name
     with pytest.raises(ValueError, match="does not train all parameters"):
         callbacks._divide(torch.optim.SGD(model.head.parameters(), lr=1e-3), model, "every-2", 4)
 
@@ -204,7 +228,10 @@ def test_the_latest_average_is_the_mean(tmp_path):
         return torch.load(tmp_path / "mean.pth.tar")["state_dict"]["w"].item()
 
     assert mean_of(f"{tmp_path}:2") == 6
-    assert mean_of(str(tmp_path / "checkpoint-1.pth.tar"), str(tmp_path / "checkpoint-10.pth.tar")) == 5.5
+    assert (
+        mean_of(str(tmp_path / "checkpoint-1.pth.tar"), str(tmp_path / "checkpoint-10.pth.tar"))
+        == 5.5
+    )
     with pytest.raises(ValueError, match="holds 3 checkpoints of epochs, 4 are asked for"):
         mean_of(f"{tmp_path}:4")
 
@@ -238,7 +265,9 @@ def test_every_tenth_step_averages():
 
 
 def test_experts_drop_the_paths_of_an_image_by_their_own_rates():
-    model = timm.create_model("vit_tiny_ewa_moe", depth=2, embed_dim=24, num_heads=2, drop_path_rate=0.3).train()
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", depth=2, embed_dim=24, num_heads=2, drop_path_rate=0.3
+    ).train()
     layer, block = model.blocks[1].mlp, model.blocks[1]
     assert block.drop_path2.drop_prob == pytest.approx(0.3)
     candidates.drop_path_by_expert(model)
@@ -252,7 +281,8 @@ def test_experts_drop_the_paths_of_an_image_by_their_own_rates():
     expert_BN = routings[0].experts().view(4000, 4)
     for expert, rate in enumerate((0.0, 0.2, 0.4, 0.6)):
         assert 1 - kept_BN[expert_BN == expert].float().mean() == pytest.approx(rate, abs=0.03)
-    for expert in range(4):  # the rows of an image that one expert computes are kept or dropped together
+    # The rows of an image that one expert computes are kept or dropped together.
+    for expert in range(4):
         is_own_BN = expert_BN == expert
         number_B = (kept_BN & is_own_BN).sum(1)
         assert ((number_B == 0) | (number_B == is_own_BN.sum(1))).all()
@@ -286,7 +316,9 @@ def test_whole_images_are_partitioned(images, rows, experts):
 
 
 def test_each_image_is_one_experts():
-    model = timm.create_model("vit_tiny_ewa_moe", depth=2, embed_dim=24, num_heads=2, num_experts=3).train()
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", depth=2, embed_dim=24, num_heads=2, num_experts=3
+    ).train()
     candidates.whole_images(model)
     (layer,) = moe_layers(model).values()
     for _, stacked in layer.named_expert_parameters():

@@ -39,7 +39,8 @@ SAID = {
     },
     ("docs/results.md", "recipe"): {
         "a stronger one gains 4.00 points.": STRONGER,
-        "EWA shows no clear difference in accuracy from dense training under any of three recipes; top-2 V-MoE is 2.08 "
+        "EWA shows no clear difference in accuracy from dense training under any of three recipes; "
+        "top-2 V-MoE is 2.08 "
         "points worse under the weak one, without a clear difference under the strong one.": (
             *to_dense("EWA, linear", UNCLEAR, *RECIPES),
             *to_dense("V-MoE, top-2", UNCLEAR, "strong"),
@@ -47,14 +48,16 @@ SAID = {
         ),
     },
     ("docs/results.md", "confirmation"): {
-        "In a long training on few images it is 0.68 points better, without a clear difference from dense training "
+        "In a long training on few images it is 0.68 points better, without a clear difference "
+        "from dense training "
         "with dropout or smaller initial weights.": (
             *LINEAR,
             *compare(["linear"], UNCLEAR, ["dense, dropout 0.1", HALF]),
         ),
     },
     ("docs/results.md", "ensembles"): {
-        "has better likelihood and calibration than the other tried uses of one V-MoE; a dense ViT shows no clear "
+        "has better likelihood and calibration than the other tried uses of one V-MoE; a dense ViT "
+        "shows no clear "
         "difference from it.": AS_A_VIT,
     },
     ("docs/results.md", "routing"): {
@@ -72,7 +75,8 @@ SAID = {
         "After 30 epochs it is 0.31 points worse than dense training.": EWA_WORSE,
     },
     ("README.md", "routers"): {
-        "Soft MoE and sigmoid gates show no clear difference from dense training; others are 1.39 to 2.25 points "
+        "Soft MoE and sigmoid gates show no clear difference from dense training; others are 1.39 "
+        "to 2.25 points "
         "worse.": (*compare(EQUAL, UNCLEAR, ["dense"]), *compare(BELOW, WORSE, ["dense"])),
     },
     ("README.md", "recipe"): {
@@ -89,15 +93,21 @@ SAID = {
         "the NLL was 0.1374 better under a weak one (0.0218 to 0.2529).": to_dense(
             "EWA, linear", BETTER, "weak", figure="nll"
         ),
-        "no clear difference under three recipes (-0.91 to +1.37 in all)": to_dense("EWA, linear", UNCLEAR, *RECIPES),
+        "no clear difference under three recipes (-0.91 to +1.37 in all)": to_dense(
+            "EWA, linear", UNCLEAR, *RECIPES
+        ),
         "where a stronger recipe gained 4.00 points (3.34 to 4.66);": STRONGER,
-        "the ECE was 0.0075 worse (0.0029 to 0.0121);": to_dense("EWA, linear", WORSE, "strong", figure="ece"),
+        "the ECE was 0.0075 worse (0.0029 to 0.0121);": to_dense(
+            "EWA, linear", WORSE, "strong", figure="ece"
+        ),
     },
     ("docs/ewa.md", "scratch"): {
         "0.31 points worse after 30 epochs (0.11 to 0.50);": EWA_WORSE,
     },
     ("docs/ewa.md", "finetuning"): {
-        "you fine-tune with SGD: no clear difference from dense training": compare(["EWA, linear"], UNCLEAR, ["dense"]),
+        "you fine-tune with SGD: no clear difference from dense training": compare(
+            ["EWA, linear"], UNCLEAR, ["dense"]
+        ),
     },
     ("README.md", "vimoe"): {
         "Experts in every block are 0.43 points worse than dense training": compare(
@@ -124,7 +134,8 @@ SAID = {
         "no clear difference from dense training, with or without averaging": AS_DENSE,
     },
     ("docs/ewa.md", "confirmation"): {
-        "with dropout added, that training was 1.15 points better than plain dense training. EWA was 0.68 points "
+        "with dropout added, that training was 1.15 points better than plain dense training. EWA "
+        "was 0.68 points "
         "better than plain dense training, with no clear difference from the one with dropout": (
             *compare([HALF_AND_DROPOUT], BETTER, ["dense"]),
             *LINEAR,
@@ -200,7 +211,14 @@ CASES = [
     ("no difference (-2.48 to +2.48)", "again", UNCLEAR, "dense", "", []),
     ("0.1000 worse", "EWA", WORSE, "dense", "nll", []),
     ("+3.00", "once", TOO_FEW, "dense", "", []),
-    ("0.30, as in the paper; 1.00", "EWA", BETTER, "dense", "", ["0.30 is not a figure of these comparisons"]),
+    (
+        "0.30, as in the paper; 1.00",
+        "EWA",
+        BETTER,
+        "dense",
+        "",
+        ["0.30 is not a figure of these comparisons"],
+    ),
     (
         "0.90 to 1.10",
         "EWA",
@@ -215,7 +233,14 @@ CASES = [
     ("", "EWA", UNCLEAR, "dense", "", ["EWA / dense, top-1 %: better, not no clear difference"]),
     ("", "again", BETTER, "dense", "", ["again / dense, top-1 %: no clear difference, not better"]),
     ("", "EWA", BETTER, "dense", "nll", ["EWA / dense, NLL: worse, not better"]),
-    ("", "once", UNCLEAR, "dense", "", ["once / dense, top-1 %: one seed or two, no verdict, not no clear difference"]),
+    (
+        "",
+        "once",
+        UNCLEAR,
+        "dense",
+        "",
+        ["once / dense, top-1 %: one seed or two, no verdict, not no clear difference"],
+    ),
     ("", "ewa", BETTER, "dense", "", ["ewa / dense, top-1 %: not measured, not better"]),
 ]
 
@@ -231,7 +256,8 @@ def test_a_finding_that_disagrees_is_found(text, first, verdict, second, figure,
     arms = {
         name: {
             "figures": {
-                seed: {"top1": 20.0 + seed + top1, "nll": 3.0 - seed + nll} for seed, (top1, nll) in enumerate(of_arm)
+                seed: {"top1": 20.0 + seed + top1, "nll": 3.0 - seed + nll}
+                for seed, (top1, nll) in enumerate(of_arm)
             }
         }
         for name, of_arm in to_dense.items()
@@ -251,10 +277,15 @@ def test_numbers_of_several_comparisons_form_a_range():
     arms["EWA"]["figures"]["0"]["top1"] += 0.3
     study = small_study(Arm("dense", DENSE), Arm("EWA", EWA))
     compared = compare(["late", "early", "EWA"], BETTER, ["dense"])
-    assert problems(Finding("better by 0.50 to 1.10", compared), Outcome(study, "small", {"arms": arms})) == []
-    assert problems(Finding("better by 0.50 to 0.75", compared), Outcome(study, "small", {"arms": arms})) == [
-        "EWA / dense, top-1 %: 1.10 is not in the text"
-    ]
+    assert (
+        problems(
+            Finding("better by 0.50 to 1.10", compared), Outcome(study, "small", {"arms": arms})
+        )
+        == []
+    )
+    assert problems(
+        Finding("better by 0.50 to 0.75", compared), Outcome(study, "small", {"arms": arms})
+    ) == ["EWA / dense, top-1 %: 1.10 is not in the text"]
 
 
 @pytest.mark.parametrize("verdict", [BETTER, WORSE])
@@ -270,5 +301,7 @@ def test_a_finding_that_disagrees_is_reported(verdict, folder, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["studies", "--report"])
     main()
     told = capsys.readouterr().err
-    assert ("confirmation: linear / dense, top-1 %: better, not worse" in told) == (verdict == WORSE)
+    assert ("confirmation: linear / dense, top-1 %: better, not worse" in told) == (
+        verdict == WORSE
+    )
     assert "0.68 points" in (folder / "docs" / "results.md").read_text()

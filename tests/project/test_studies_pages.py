@@ -46,11 +46,17 @@ def rows_of(section):
 
 
 def test_the_page_says_what_the_intervals_allow():
-    study = small_study(Arm("dense", DENSE), Arm("EWA", EWA), pairs=(("EWA", "dense"),), measure=Evaluation())
+    study = small_study(
+        Arm("dense", DENSE), Arm("EWA", EWA), pairs=(("EWA", "dense"),), measure=Evaluation()
+    )
     nll = {"dense": (2.0, 2.1, 2.2), "EWA": (1.8, 1.9, 2.01)}
     top1 = {"dense": (40.0, 41.0, 42.0), "EWA": (41.0, 40.0, 42.5)}
     arms = {
-        arm: {"figures": {str(seed): {"nll": nll[arm][seed], "top1": top1[arm][seed]} for seed in range(3)}}
+        arm: {
+            "figures": {
+                str(seed): {"nll": nll[arm][seed], "top1": top1[arm][seed]} for seed in range(3)
+            }
+        }
         for arm in ("dense", "EWA")
     }
     versions = {"device": "a chip", "torch": "2"}
@@ -63,24 +69,35 @@ def test_the_page_says_what_the_intervals_allow():
     section = page.section(Outcome(study, "small", results))
     of_ewa = ["41.17", "+0.17 (-2.42 to +2.75)", "1.9033", "-0.1967 (-0.2110 to -0.1823), better"]
     assert rows_of(section)["EWA"][:4] == of_ewa
-    assert "| | top-1 % | top-1 %: difference from dense | NLL | NLL: difference from dense |" in section.replace(
-        "|  |", "| |"
+    assert (
+        "| | top-1 % | top-1 %: difference from dense | NLL | NLL: difference from dense |"
+        in section.replace("|  |", "| |")
     )
     detailed = page.detailed(Outcome(study, "small", results))
-    assert "| EWA | dense | +0.17 (-2.42 to +2.75) | -0.1967 (-0.2110 to -0.1823), better |" in detailed
+    assert (
+        "| EWA | dense | +0.17 (-2.42 to +2.75) | -0.1967 (-0.2110 to -0.1823), better |"
+        in detailed
+    )
     assert "ECE" not in section + detailed
     assert rows_of(detailed)["dense"][-3:] == ["3", "1.00", "1.00"]
     assert rows_of(detailed)["EWA"][-3:] == ["3", "", ""]  # its training was resumed
     assert "a chip; torch 2." in detailed
     assert (
-        "2 trainings, 1 of them resumed after a break; 1.1 hours, not counting what came before the break." in detailed
+        "2 trainings, 1 of them resumed after a break; 1.1 hours, not counting what came before "
+        "the break." in detailed
     )
     other = replace(study, name="other")  # of the same setting: the same trainings
-    assert len(costs_of_studies([Outcome(which, "small", results) for which in (study, other)])) == 2
-    recipe = "| EWA | `--model vit_tiny_ewa_moe --model-kwargs share_rate=0.3` | `timm-moe export` |"
+    assert (
+        len(costs_of_studies([Outcome(which, "small", results) for which in (study, other)])) == 2
+    )
+    recipe = (
+        "| EWA | `--model vit_tiny_ewa_moe --model-kwargs share_rate=0.3` | `timm-moe export` |"
+    )
     assert recipe in detailed
     assert "Seeds 0, 1, 2." in detailed
-    assert recipe not in page.detailed(Outcome(study, "small", {"arms": {"dense": arms["dense"]}, "cost": costs_of}))
+    assert recipe not in page.detailed(
+        Outcome(study, "small", {"arms": {"dense": arms["dense"]}, "cost": costs_of})
+    )
     assert "Half the width of an interval of top-1 %, in the median: 2.59." in detailed
 
 
@@ -88,7 +105,11 @@ def test_the_page_says_what_the_intervals_allow():
 def two_recipes():
     """Two methods under two recipes, each compared with the dense network of its recipe."""
     arms = [
-        Arm(f"{name} {recipe}", replace(training, name=f"{name}-{recipe}"), baseline=f"dense {recipe}")
+        Arm(
+            f"{name} {recipe}",
+            replace(training, name=f"{name}-{recipe}"),
+            baseline=f"dense {recipe}",
+        )
         for recipe in ("weak", "strong")
         for name, training in (("dense", DENSE), ("EWA", EWA))
     ]
@@ -109,7 +130,10 @@ def test_each_arm_is_compared_with_its_baseline(two_recipes, folder):
     assert rows["dense strong"][:3] == ["", "31.67", ""]
     assert rows["EWA weak"][:3] == ["dense weak", "23.00", "+1.67 (+0.23 to +3.10), better"]
     assert rows["EWA strong"][:3] == ["dense strong", "32.00", "+0.33 (-3.46 to +4.13)"]
-    assert chart.differences(Outcome(two_recipes, "small", results)).keys() == {"EWA weak", "EWA strong"}
+    assert chart.differences(Outcome(two_recipes, "small", results)).keys() == {
+        "EWA weak",
+        "EWA strong",
+    }
     chart.draw(Outcome(two_recipes, "small", results), folder)
     assert (folder / "study-tiny-small.png").exists()
 
@@ -124,13 +148,20 @@ def test_an_interaction_is_a_difference_of_differences_paired_by_seed(two_recipe
     outcome = Outcome(two_recipes, "small", figures(**by_arm))
     found = outcome.interaction("EWA strong", "EWA weak", TOP1)
     weak, strong = (
-        np.subtract(by_arm[f"EWA {recipe}"][:3], by_arm[f"dense {recipe}"][:3]) for recipe in ("weak", "strong")
+        np.subtract(by_arm[f"EWA {recipe}"][:3], by_arm[f"dense {recipe}"][:3])
+        for recipe in ("weak", "strong")
     )
     test = ttest_rel(strong, weak).confidence_interval(0.95)
-    assert (found.low, found.mean, found.high) == pytest.approx((test.low, np.mean(strong - weak), test.high))
+    assert (found.low, found.mean, found.high) == pytest.approx(
+        (test.low, np.mean(strong - weak), test.high)
+    )
     assert found.seeds == 3
     cells = rows_of(page.section(outcome))["*EWA weak* to *EWA strong*"]
-    assert cells[:3] == ["change of the difference", "", f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"]
+    assert cells[:3] == [
+        "change of the difference",
+        "",
+        f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})",
+    ]
     finding = f"The gain is {abs(found.mean):.2f} points smaller."
     compared = compare(["EWA strong"], UNCLEAR, ["EWA weak"])
     assert problems(Finding(finding, compared), outcome) == []
@@ -170,11 +201,21 @@ def test_the_cost_of_an_arm_is_that_of_all_it_takes_on_one_machine():
     arm = Arm("student", student, beside=(EWA,))
 
     def cost(seconds, device="here", whole=True):
-        return {"seconds": seconds, "peak_mib": seconds, "whole": whole, "versions": {"device": device}}
+        return {
+            "seconds": seconds,
+            "peak_mib": seconds,
+            "whole": whole,
+            "versions": {"device": device},
+        }
 
     of_trainings = {
         "dense": {"0": cost(1.0), "1": cost(2.0), "2": cost(3.0, "there"), "3": cost(4.0)},
-        "ewa": {"0": cost(10.0), "1": cost(20.0, "there"), "2": cost(30.0, "there"), "3": cost(40.0, whole=False)},
+        "ewa": {
+            "0": cost(10.0),
+            "1": cost(20.0, "there"),
+            "2": cost(30.0, "there"),
+            "3": cost(40.0, whole=False),
+        },
         "student": {"0": cost(100.0), "1": cost(200.0), "2": cost(300.0, "there"), "3": cost(4.0)},
     }
     known = Outcome(small_study(arm), "small", {"arms": {}, "cost": of_trainings}).cost_of(arm)
@@ -190,13 +231,16 @@ def test_the_cost_of_an_arm_is_that_of_all_it_takes_on_one_machine():
 def test_a_difference_is_the_paired_interval():
     first, second = {"0": 40.1, "1": 42.3, "2": 39.0}, {"0": 39.0, "1": 40.2, "2": 38.8, "3": 99.0}
     got = paired(first, second)
-    test = ttest_rel(list(first.values()), [second[seed] for seed in first]).confidence_interval(0.95)
+    test = ttest_rel(list(first.values()), [second[seed] for seed in first]).confidence_interval(
+        0.95
+    )
     assert (got.low, got.high) == pytest.approx((test.low, test.high))
     assert got.mean == pytest.approx((1.1 + 2.1 + 0.2) / 3)
     assert got.seeds == 3
     assert paired(first, {"9": 1.0}) is None
     assert paired({"0": 1.0}, {"0": 2.0}).verdict(1) == TOO_FEW
-    assert paired({"0": 1.0, "1": 1.5}, {"0": 2.0, "1": 2.5}).verdict(1) == TOO_FEW  # the same difference twice
+    # The same difference twice.
+    assert paired({"0": 1.0, "1": 1.5}, {"0": 2.0, "1": 2.5}).verdict(1) == TOO_FEW
     assert paired(first, {"0": 40.0, "1": 42.4, "2": 39.0}).verdict(1) == UNCLEAR
 
 
@@ -235,19 +279,28 @@ def test_only_secondary_comparisons_are_corrected():
 def _without_images(stated):
     """A statement without the images and the device that a run was made with."""
     if isinstance(stated, dict):
-        return {name: _without_images(part) for name, part in stated.items() if name not in ("images", "device")}
-    return [_without_images(part) for part in stated] if isinstance(stated, (list, tuple)) else stated
+        return {
+            name: _without_images(part)
+            for name, part in stated.items()
+            if name not in ("images", "device")
+        }
+    return (
+        [_without_images(part) for part in stated] if isinstance(stated, (list, tuple)) else stated
+    )
 
 
 def test_the_pages_follow_from_the_results():
     for outcome in page.stored(RESULTS):
         study, size, stored = outcome.study, outcome.size, outcome.results
-        assert set(stored["arms"]) <= {arm.name for arm in size.arms}  # else the page would leave it out
+        # Else the page would leave it out.
+        assert set(stored["arms"]) <= {arm.name for arm in size.arms}
         place = Place(Path("scripts"), Path("runs"), dict.fromkeys(size.images, images.Part(0, "")))
         for training in size.trainings():
             for arm in (run := Run(study, size, training, 0, place)).arms():
                 kept = stored["arms"].get(arm.name, {}).get("stated")
-                assert kept is None or _without_images(kept) == _without_images(run.statement(arm)), arm.name
+                assert kept is None or _without_images(kept) == _without_images(
+                    run.statement(arm)
+                ), arm.name
     for name, text in page.pages(RESULTS).items():
         assert (ROOT / "docs" / name).read_text() == text
 
@@ -259,30 +312,45 @@ def test_the_routed_share_counts_the_expert_layers_of_an_evaluation():
     assert 0.5 < shared_by_all_blocks < 0.9
     recipe = STUDIES["recipe"].sizes["small"]
     assert routed_share(recipe.arm("dense, strong"), recipe) is None
-    assert routed_share(recipe.arm("EWA, linear, strong"), recipe) is None  # one network is deployed
+    # One network is deployed.
+    assert routed_share(recipe.arm("EWA, linear, strong"), recipe) is None
     top_2 = routed_share(recipe.arm("V-MoE, top-2, strong"), recipe)
     # 17 tokens, 6 blocks 96 wide, 2 of them with 8 experts 144 wide of which a token takes 2
-    dense, experts, attention = 17 * 2 * 96 * 144, 17 * (2 * 2 * 96 * 144 + 8 * 96), 17 * 4 * 96**2 + 2 * 17 * 17 * 96
+    dense, experts, attention = (
+        17 * 2 * 96 * 144,
+        17 * (2 * 2 * 96 * 144 + 8 * 96),
+        17 * 4 * 96**2 + 2 * 17 * 17 * 96,
+    )
     patches, head = 16 * 3 * 64 * 96, 1000 * 96
-    assert top_2 == pytest.approx(2 * experts / (6 * attention + 4 * dense + 2 * experts + patches + head), rel=1e-6)
+    assert top_2 == pytest.approx(
+        2 * experts / (6 * attention + 4 * dense + 2 * experts + patches + head), rel=1e-6
+    )
 
 
-@pytest.mark.parametrize(("seeds", "label"), [(1, "top-1 %, difference from dense, one seed"), (3, "95 % interval")])
+@pytest.mark.parametrize(
+    ("seeds", "label"), [(1, "top-1 %, difference from dense, one seed"), (3, "95 % interval")]
+)
 def test_each_study_with_a_difference_has_a_chart(folder, monkeypatch, seeds, label):
     from matplotlib import axes
 
     labels, bars = [], []
     monkeypatch.setattr(axes.Axes, "set_xlabel", lambda _, text: labels.append(text))
     errorbar = axes.Axes.errorbar
-    monkeypatch.setattr(axes.Axes, "errorbar", lambda *a, **k: bars.append(k["xerr"]) or errorbar(*a, **k))
+    monkeypatch.setattr(
+        axes.Axes, "errorbar", lambda *a, **k: bars.append(k["xerr"]) or errorbar(*a, **k)
+    )
     study = small_study(Arm("dense", DENSE), Arm("EWA", EWA), Arm("not measured", EWA))
     results = figures(dense=range(seeds), EWA=[2 * seed for seed in range(seeds)])
-    chart.draw(Outcome(study, "small", {**results, "arms": {"dense": results["arms"]["dense"]}}), folder)
+    chart.draw(
+        Outcome(study, "small", {**results, "arms": {"dense": results["arms"]["dense"]}}), folder
+    )
     assert not list(folder.glob("*.png"))
     chart.draw(Outcome(study, "small", results), folder)
     assert Image.open(folder / "study-tiny-small.png").size[0] > 300
     assert labels[0].endswith(label)
-    assert bars == [[pytest.approx(half_width(range(seeds)) if seeds > 1 else float("nan"), nan_ok=True)]]
+    assert bars == [
+        [pytest.approx(half_width(range(seeds)) if seeds > 1 else float("nan"), nan_ok=True)]
+    ]
 
 
 def test_trainings_that_are_evaluated_on_their_way_have_curves(folder):
@@ -290,16 +358,27 @@ def test_trainings_that_are_evaluated_on_their_way_have_curves(folder):
     results = figures(**{"dense": [20, 21], "dense, EMA": [20, 21], "EWA": [21, 22]})
 
     def cost(*top1):
-        curve = [dict(epoch=10 * n + 9, train_loss=3.0 - n, eval_loss=2.0, eval_top1=top) for n, top in enumerate(top1)]
+        curve = [
+            dict(epoch=10 * n + 9, train_loss=3.0 - n, eval_loss=2.0, eval_top1=top)
+            for n, top in enumerate(top1)
+        ]
         return {"curve": curve}
 
-    results["cost"] = {"dense": {"0": cost(10, 20), "1": cost(14, 22, 25)}, "ewa": {"0": cost(), "1": {}}}
+    results["cost"] = {
+        "dense": {"0": cost(10, 20), "1": cost(14, 22, 25)},
+        "ewa": {"0": cost(), "1": {}},
+    }
     lines = chart.curves(Outcome(study, "small", results))
     assert list(lines) == ["dense"]  # not "dense, EMA", which comes from the same training
-    assert [(epoch, entry["eval_top1"]) for epoch, entry in lines["dense"].items()] == [(9, 12), (19, 21)]
+    assert [(epoch, entry["eval_top1"]) for epoch, entry in lines["dense"].items()] == [
+        (9, 12),
+        (19, 21),
+    ]
     chart.draw(Outcome(study, "small", results), folder)
     assert Image.open(folder / "study-tiny-small-curves.png").size[0] > 300
-    assert "![Curves](images/study-tiny-small-curves.png)" in page.section(Outcome(study, "small", results))
+    assert "![Curves](images/study-tiny-small-curves.png)" in page.section(
+        Outcome(study, "small", results)
+    )
     results["cost"] = {}
     assert "Curves" not in page.section(Outcome(study, "small", results))
 
@@ -319,20 +398,34 @@ def test_the_intervals_of_the_pages_are_those_of_the_results():
     for outcome in page.stored(RESULTS):
         study, size, stored = outcome.study, outcome.size, outcome.results
         whole = (ROOT / "docs" / "generated" / "studies.md").read_text()
-        (section,) = re.findall(rf"^## {re.escape(study.title)}$.*?(?=^## )", whole, re.DOTALL | re.MULTILINE)
+        (section,) = re.findall(
+            rf"^## {re.escape(study.title)}$.*?(?=^## )", whole, re.DOTALL | re.MULTILINE
+        )
         rows = rows_of(section)
         for name, arm in stored["arms"].items():
             baseline = stored["arms"][size.baseline_of(name)]["figures"]
             for figure in study.measure.figures:
-                both = [seed for seed in arm["figures"] if figure.key in arm["figures"][seed] and seed in baseline]
-                if len(both) < 2 or arm["figures"] is baseline or any(figure.key not in baseline[s] for s in both):
+                both = [
+                    seed
+                    for seed in arm["figures"]
+                    if figure.key in arm["figures"][seed] and seed in baseline
+                ]
+                if (
+                    len(both) < 2
+                    or arm["figures"] is baseline
+                    or any(figure.key not in baseline[s] for s in both)
+                ):
                     continue
-                mine, other = ([of[seed][figure.key] for seed in both] for of in (arm["figures"], baseline))
+                mine, other = (
+                    [of[seed][figure.key] for seed in both] for of in (arm["figures"], baseline)
+                )
                 test = ttest_rel(mine, other).confidence_interval(0.95)
                 cells = (np.mean(mine) - np.mean(other), test.low, test.high)
                 (cell,) = [cell for cell in rows[name] if is_rounded(cell, cells, figure.decimals)]
                 allowed = cell.partition("), ")[2]
                 is_clear = len(both) > 2 and figure.sign and not test.low <= 0 <= test.high
-                assert allowed == (("better" if cells[0] * figure.sign > 0 else "worse") if is_clear else "")
+                assert allowed == (
+                    ("better" if cells[0] * figure.sign > 0 else "worse") if is_clear else ""
+                )
                 compared += 1
     assert compared > 70

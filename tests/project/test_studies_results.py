@@ -32,7 +32,9 @@ def test_results_that_were_made_otherwise_are_not_mixed(folder):
         Arm("EWA", replace(EWA, draw=1)),
         Arm("EWA", EWA, beside=(DENSE,)),
     ):
-        with pytest.raises(FileExistsError, match="has results of EWA that were made otherwise: move it away"):
+        with pytest.raises(
+            FileExistsError, match="has results of EWA that were made otherwise: move it away"
+        ):
             results.write(kept, make_runs(small_study(Arm("dense", DENSE), other), folder))
     assert json.loads(kept.read_text()) == stored
 
@@ -52,11 +54,16 @@ def test_figures_of_elsewhere_are_counted_and_kept_if_asked(folder, monkeypatch)
     kept = folder / "kept.json"
     results.write(kept, runs)
     stored = json.loads(kept.read_text())
-    stored["arms"]["EWA"]["figures"]["0"], stored["cost"]["ewa"] = {"top1": 2.0}, {"0": "of elsewhere"}
+    stored["arms"]["EWA"]["figures"]["0"], stored["cost"]["ewa"] = (
+        {"top1": 2.0},
+        {"0": "of elsewhere"},
+    )
     kept.write_text(json.dumps(stored))
     assert results.from_elsewhere(kept, runs) == 1
     monkeypatch.setattr(
-        Run, "results", lambda run: {"cost": "here", "arms": {arm.name: {"top1": 1.0} for arm in run.arms()}}
+        Run,
+        "results",
+        lambda run: {"cost": "here", "arms": {arm.name: {"top1": 1.0} for arm in run.arms()}},
     )
     assert results.from_elsewhere(kept, runs) == 0
     results.write(kept, runs, keep=True)
@@ -77,10 +84,13 @@ def test_what_another_machine_has_done_can_be_left_out(folder):
     kept = folder / "kept.json"
     assert results.missing(kept, runs) == runs
     known = {"dense": "01", "EWA": "0", "student": "0"}
-    figures = {arm: {"figures": {seed: {"top1": 1.0} for seed in seeds}} for arm, seeds in known.items()}
+    figures = {
+        arm: {"figures": {seed: {"top1": 1.0} for seed in seeds}} for arm, seeds in known.items()
+    }
     kept.write_text(json.dumps({"arms": figures, "cost": {}}))
     left = [run.name for run in results.missing(kept, runs)]
-    assert left == ["dense, seed 1", "ewa, seed 1", "student, seed 1"]  # the student begins from the dense one
+    # The student begins from the dense one.
+    assert left == ["dense, seed 1", "ewa, seed 1", "student, seed 1"]
 
 
 def refused(arguments, monkeypatch, capsys):
@@ -95,14 +105,27 @@ def test_what_is_wrong_is_told_before_the_first_run(folder, monkeypatch, capsys)
     monkeypatch.setattr("studies.__main__.HERE", folder / "studies")
     (folder / "scripts").mkdir()
     for name in ("train.py", "validate.py"):
-        told = refused(["scratch", "--data-dir", folder / "all", "--scripts", folder / "scripts"], monkeypatch, capsys)
+        told = refused(
+            ["scratch", "--data-dir", folder / "all", "--scripts", folder / "scripts"],
+            monkeypatch,
+            capsys,
+        )
         assert "give the folder that holds timm's train.py and validate.py" in told
         (folder / "scripts" / name).write_text("")
-    options = ["--data-dir", folder / "all", "--scripts", folder / "scripts", "--output", folder / "runs"]
+    options = [
+        "--data-dir",
+        folder / "all",
+        "--scripts",
+        folder / "scripts",
+        "--output",
+        folder / "runs",
+    ]
     told = refused(["scratch", "search", *options], monkeypatch, capsys)
     assert "scratch: The study is about 100 classes of images" in told
     (folder / "studies" / "results" / "scratch-small.json").write_text('{"arms": {"den')
-    assert "scratch-small.json is damaged, it is not JSON" in refused(["--report"], monkeypatch, capsys)
+    assert "scratch-small.json is damaged, it is not JSON" in refused(
+        ["--report"], monkeypatch, capsys
+    )
 
 
 @pytest.mark.parametrize("option", ["--seeds", "--jobs"])
@@ -148,7 +171,11 @@ def test_images_are_those_that_are_asked_for(folder):
 def test_cifar_is_written_as_folders(tmp_path):
     data = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8)
     names = ["apple_s_000001.png", "golden_delicious_s_2.png", "whale_s_3.png"]
-    cifar100.write({"data": data, "fine_labels": [0, 0, 1], "filenames": names}, ["apple", "whale"], tmp_path / "train")
+    cifar100.write(
+        {"data": data, "fine_labels": [0, 0, 1], "filenames": names},
+        ["apple", "whale"],
+        tmp_path / "train",
+    )
     written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png"))
     assert written == [
         "train/apple/apple_s_000001.png",

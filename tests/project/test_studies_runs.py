@@ -40,7 +40,9 @@ def test_two_arms_from_images_to_the_page(folder):
     section = page.section(Outcome(study, "small", stored))
     assert f"| EWA | {stored['arms']['EWA']['figures']['0']['top1']:.2f} |" in section
     assert "difference from dense, one seed" in section
-    before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()
+    }
     assert work_off(make_runs(study, folder), 1, id) == []  # nothing is done twice
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
@@ -48,7 +50,9 @@ def test_two_arms_from_images_to_the_page(folder):
 @pytest.mark.ci
 @needs_scripts
 def test_a_run_that_evaluates_on_its_way_has_a_curve_and_corrupted_images(folder):
-    evaluated = replace(DENSE, options=("--epochs", "4", "--val-split", "test", "--val-interval", "2"))
+    evaluated = replace(
+        DENSE, options=("--epochs", "4", "--val-split", "test", "--val-interval", "2")
+    )
     study = small_study(Arm("dense", evaluated), Arm("EWA", EWA), measure=Corruptions())
     runs = make_runs(study, folder)
     assert work_off(runs, 1, id) == []
@@ -98,7 +102,9 @@ def test_a_killed_run_goes_on_from_its_last_epoch(folder):
     study = small_study(Arm("dense", replace(DENSE, options=("--epochs", "40"))))
     (run,) = make_runs(study, folder)
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-    code += "from dataclasses import replace\nfrom studies.study import Arm\nfrom tiny_study import *\n"
+    code += (
+        "from dataclasses import replace\nfrom studies.study import Arm\nfrom tiny_study import *\n"
+    )
     code += f"folder = Path({str(folder)!r})\n"
     code += "study = small_study(Arm('dense', replace(DENSE, options=('--epochs', '40'))))\n"
     code += "make_runs(study, folder)[0].work()"
@@ -128,7 +134,8 @@ def test_a_run_whose_time_is_over_ends_with_its_epoch_and_goes_on(folder):
     study = small_study(Arm("dense", DENSE), Arm("EWA", EWA))
     dense, ewa = make_runs(study, folder)
     soon = replace(dense.place, until=time.time() + 1)
-    assert work_off([replace(run, place=soon) for run in (dense, ewa)], 1, id) == []  # it begins, and ends in time
+    # It begins, and ends in time.
+    assert work_off([replace(run, place=soon) for run in (dense, ewa)], 1, id) == []
     assert dense._saved_epochs() == 1
     assert not dense.is_trained()
     assert not ewa.folder.exists()
@@ -142,7 +149,10 @@ def test_a_run_whose_time_is_over_ends_with_its_epoch_and_goes_on(folder):
     assert work_off([dense, ewa], 1, id) == []
     assert [run.is_done() for run in (dense, ewa)] == [True, True]
     assert [run.results()["cost"]["whole"] for run in (dense, ewa)] == [False, True]
-    epochs = [line.partition(",")[0] for line in (dense.folder / "train" / "summary.csv").read_text().splitlines()]
+    epochs = [
+        line.partition(",")[0]
+        for line in (dense.folder / "train" / "summary.csv").read_text().splitlines()
+    ]
     assert [epoch for epoch in epochs if epoch != "epoch"] == ["0", "1", "2"]
 
 
@@ -155,14 +165,19 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(folder, capfd):
     runs = make_runs(study, folder)
     told = work_off(runs, 1, id)
     assert len(told) == 2
-    assert "wrong, seed 0: train.py ended with 1: ValueError: share_rate must lie between 0 and" in told[0]
+    assert (
+        "wrong, seed 0: train.py ended with 1: ValueError: share_rate must lie between 0 and"
+        in told[0]
+    )
     assert told[1] == "after, seed 0: not begun, since what it needs is not done."
     assert [run.training.name for run in runs if run.is_done()] == ["dense"]
 
 
 def test_what_others_need_comes_first_and_must_be_the_same(folder):
     teacher = Training("teacher", "ewa")
-    student = Training("student", "dense", ("depth=2",), ("--epochs", "1", "--x", "{of}"), (Use("of", teacher),))
+    student = Training(
+        "student", "dense", ("depth=2",), ("--epochs", "1", "--x", "{of}"), (Use("of", teacher),)
+    )
     study = small_study(Arm("student", student, beside=(DENSE,)))
     runs = {run.training.name: run for run in make_runs(study, folder)}
     assert list(runs) == ["dense", "teacher", "student"]
@@ -174,7 +189,9 @@ def test_what_others_need_comes_first_and_must_be_the_same(folder):
         (runs[name].folder / "stated.json").write_text(json.dumps(runs[name].stated()))
         (runs[name].folder / "trained.json").write_text("{}")
     assert runs["student"].can_start()
-    (runs["teacher"].folder / "stated.json").write_text(json.dumps({**runs["teacher"].stated(), "draw": 1}))
+    (runs["teacher"].folder / "stated.json").write_text(
+        json.dumps({**runs["teacher"].stated(), "draw": 1})
+    )
     assert not runs["student"].can_start()
     other = replace(student, uses=(Use("of", replace(teacher, kwargs=("num_experts=2",))),))
     assert replace(runs["student"], training=other).stated() != runs["student"].stated()
@@ -214,7 +231,8 @@ def test_runs_on_other_images_are_others(folder):
 @needs_scripts
 def test_a_training_that_was_interrupted_is_not_done(folder, monkeypatch):
     (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
-    monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])  # ends well, as after ^C
+    # Ends well, as after ^C.
+    monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])
     (told,) = work_off([run], 1, id)
     assert "train.py was interrupted after 0 of 3 epochs" in told
     assert not run.is_trained()
@@ -237,7 +255,9 @@ def test_an_epoch_that_was_not_saved_does_not_count(folder, monkeypatch):
 def test_another_run_is_never_taken_for_this_one(folder):
     (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
     run.folder.mkdir(parents=True)
-    (run.folder / "stated.json").write_text(json.dumps({**run.stated(), "options": ["--epochs", "1"]}))
+    (run.folder / "stated.json").write_text(
+        json.dumps({**run.stated(), "options": ["--epochs", "1"]})
+    )
     for name in ("trained", "dense"):
         (run.folder / f"{name}.json").write_text('{"top1": 99}')
     assert run.results() == {"cost": None, "arms": {}}
@@ -270,8 +290,12 @@ def test_figures_that_are_no_numbers_are_refused(folder, monkeypatch):
     (run.folder / "trained.json").write_text("{}")
     monkeypatch.setattr(Run, "_call", lambda *_: {})
     for value in (None, float("nan")):
-        monkeypatch.setattr(type(run.study.measure), "read", lambda *_, value=value: {"top1": value})
-        assert work_off([run], 1, id) == ["dense, seed 0: dense has no top1: its outputs are not numbers."]
+        monkeypatch.setattr(
+            type(run.study.measure), "read", lambda *_, value=value: {"top1": value}
+        )
+        assert work_off([run], 1, id) == [
+            "dense, seed 0: dense has no top1: its outputs are not numbers."
+        ]
     assert not run.is_done()
 
 
@@ -282,7 +306,10 @@ def finish(run):
     write_json(run.folder / "stated.json", run.stated())
     write_json(run.folder / "trained.json", {})
     for arm in run.arms():
-        write_json(run.folder / f"{arm.name.lower()}.json", {"stated": run.statement(arm), "figures": {"top1": 1.0}})
+        write_json(
+            run.folder / f"{arm.name.lower()}.json",
+            {"stated": run.statement(arm), "figures": {"top1": 1.0}},
+        )
 
 
 def test_the_rest_is_told_by_epochs_and_images(folder, capfd, monkeypatch):
@@ -300,7 +327,9 @@ def test_the_rest_is_told_by_epochs_and_images(folder, capfd, monkeypatch):
 
 def test_studies_share_trainings_and_the_machine(folder, monkeypatch):
     dense, ewa = Arm("dense", DENSE), Arm("EWA", EWA)
-    runs = [run for arms in ((dense,), (dense, ewa)) for run in make_runs(small_study(*arms), folder)]
+    runs = [
+        run for arms in ((dense,), (dense, ewa)) for run in make_runs(small_study(*arms), folder)
+    ]
     working, at_once = set(), []
 
     def work(run):
@@ -316,4 +345,5 @@ def test_studies_share_trainings_and_the_machine(folder, monkeypatch):
     assert work_off(runs, 2, kept.append) == []
     assert set(kept) == set(runs)
     assert max(at_once) == 2
-    assert sum(_Clock(runs)._images.values()) == 2 * runs[0].images_to_see()  # a training of two studies counts once
+    # A training of two studies counts once.
+    assert sum(_Clock(runs)._images.values()) == 2 * runs[0].images_to_see()

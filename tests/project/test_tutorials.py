@@ -1,6 +1,7 @@
 """The tutorials run from top to bottom, and the committed outputs are from such a run.
 
-``python tests/project/test_tutorials.py [NAME ...]`` runs them and writes their outputs into the files.
+``python tests/project/test_tutorials.py [NAME ...]`` runs them and writes their outputs into the
+files.
 """
 
 import base64
@@ -33,14 +34,19 @@ def execute(file, folder):
             cell.outputs, cell.execution_count = [], None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     options = dict(timeout=600, kernel_name="python3", record_timing=False, coalesce_streams=True)
-    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(folder)}}, **options).execute()  # or raises
+    # Or raises.
+    nbclient.NotebookClient(
+        notebook, resources={"metadata": {"path": str(folder)}}, **options
+    ).execute()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return notebook, after.ru_utime - before.ru_utime
 
 
 def without_traces(notebook):
     """Remove traces of the machine and the editor, so that a diff shows real changes only."""
-    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}
+    }
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
         cell.metadata = {}
@@ -53,7 +59,10 @@ def code_cells(notebook):
 
 def kinds(cell):
     """Return the kinds of output of a cell, without warnings, which differ by version."""
-    kinds = [sorted(output["data"]) if "data" in output else output.get("name", "error") for output in cell.outputs]
+    kinds = [
+        sorted(output["data"]) if "data" in output else output.get("name", "error")
+        for output in cell.outputs
+    ]
     return [kind for kind in kinds if kind != "stderr"]
 
 
@@ -68,7 +77,9 @@ def test_a_tutorial_runs(file, tmp_path, monkeypatch):
     committed = nbformat.read(file, as_version=4)
     notebook, seconds = execute(file, tmp_path)
     assert seconds < LIMIT
-    assert [kinds(cell) for cell in code_cells(notebook)] == [kinds(cell) for cell in code_cells(committed)]
+    assert [kinds(cell) for cell in code_cells(notebook)] == [
+        kinds(cell) for cell in code_cells(committed)
+    ]
 
 
 @pytest.mark.parametrize("file", TUTORIALS, ids=lambda file: file.stem)
@@ -78,7 +89,11 @@ def test_a_tutorial_is_committed_with_its_outputs(file):
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert {output.get("name", output.output_type) for output in outputs} == {"stdout", "display_data"}  # no warnings
+    # No warnings.
+    assert {output.get("name", output.output_type) for output in outputs} == {
+        "stdout",
+        "display_data",
+    }
     figures = [base64.b64decode(output.data["image/png"]) for output in outputs if "data" in output]
     assert max(map(len, figures)) <= LARGEST_FIGURE
 

@@ -10,7 +10,8 @@ PROMISED = dict(re.findall(r'"(timm|torch)>=([\d.]+)"', (ROOT / "pyproject.toml"
 
 def test_the_oldest_versions_are_the_same_everywhere():
     readme, package, page = (
-        (ROOT / name).read_text() for name in ("README.md", "timm_moe/registration.py", "docs/compatibility.md")
+        (ROOT / name).read_text()
+        for name in ("README.md", "timm_moe/registration.py", "docs/compatibility.md")
     )
     assert f"timm {PROMISED['timm']}, torch {PROMISED['torch']} or newer" in readme
     assert f"needs timm {PROMISED['timm']} or newer" in package
@@ -18,8 +19,15 @@ def test_the_oldest_versions_are_the_same_everywhere():
 
 
 def test_the_oldest_versions_passed_the_suite():
-    tested = [dict(zip(versions.COLUMNS, row, strict=True)) for row in versions.rows(versions.PAGE.read_text())]
-    oldest = [row for row in tested if (row["timm"], row["torch"]) == (PROMISED["timm"], f"{PROMISED['torch']}.0")]
+    tested = [
+        dict(zip(versions.COLUMNS, row, strict=True))
+        for row in versions.rows(versions.PAGE.read_text())
+    ]
+    oldest = [
+        row
+        for row in tested
+        if (row["timm"], row["torch"]) == (PROMISED["timm"], f"{PROMISED['torch']}.0")
+    ]
     assert oldest
     assert {row["failed"] for row in tested} == {"0"}
 

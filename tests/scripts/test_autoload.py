@@ -14,8 +14,16 @@ from processes import run_code
 import timm_moe_autoload
 
 HERE = Path(__file__).parent
-#: What timm imports before its own modules; forked processes have it, and so the hook, but nothing of timm.
-BEFORE_TIMM = ("torch", "torchvision", "huggingface_hub", "safetensors.torch", "yaml", "torch.utils.flop_counter")
+#: What timm imports before its own modules; forked processes have it, and so the hook, but nothing
+#: of timm.
+BEFORE_TIMM = (
+    "torch",
+    "torchvision",
+    "huggingface_hub",
+    "safetensors.torch",
+    "yaml",
+    "torch.utils.flop_counter",
+)
 
 
 def run(code, *path):
@@ -26,7 +34,9 @@ def run(code, *path):
 def run_anew(code, *path, **env):
     """Run Python in a process that has imported nothing."""
     env = {**os.environ, **_search(path), **env}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=HERE)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=HERE
+    )
 
 
 def _search(path):
@@ -50,7 +60,10 @@ def test_models_are_there_whatever_is_imported_first(imports):
 
 @pytest.mark.ci
 def test_names_imported_after_timm_are_the_hooked_ones():
-    done = run("import torch\nfrom timm.scheduler import create_scheduler_v2 as create\nassert create.__wrapped__")
+    done = run(
+        "import torch\nfrom timm.scheduler import create_scheduler_v2 as create\nassert "
+        "create.__wrapped__"
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -65,7 +78,8 @@ OFF = "import torch, timm\nassert not timm.is_model('vit_small_ewa_moe')"
 
 
 def test_can_be_switched_off():
-    done = run_code(OFF, autoload="0")  # its parent imported torch and timm with TIMM_MOE_AUTOLOAD=0
+    # Its parent imported torch and timm with TIMM_MOE_AUTOLOAD=0.
+    done = run_code(OFF, autoload="0")
     assert done.returncode == 0, done.stderr
 
 
@@ -99,7 +113,10 @@ def test_a_users_own_file_is_not_run(tmp_path, name):
     code = "import timm\nassert timm.is_model('vit_small_ewa_moe')\nimport timm_moe\nprint(timm_moe.__file__)"
     done = run_code(code, cwd=tmp_path, modules=BEFORE_TIMM, PYTHONPATH="")
     assert (done.returncode, done.stderr) == (0, "")
-    assert Path(done.stdout.strip()) == Path(timm_moe_autoload.__file__).parent / "timm_moe/__init__.py"
+    assert (
+        Path(done.stdout.strip())
+        == Path(timm_moe_autoload.__file__).parent / "timm_moe/__init__.py"
+    )
 
 
 @pytest.mark.ci
@@ -109,10 +126,14 @@ def test_a_users_own_module_keeps_its_name(tmp_path):
     code = "import timm_moe, timm\nassert timm_moe.OWN\nprint(timm.is_model('vit_small_ewa_moe'))"
     done = run_code(code, cwd=tmp_path, modules=BEFORE_TIMM, PYTHONPATH="")
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-    assert f"its models are missing: ImportError: {tmp_path / 'timm_moe.py'} has the name of the package" in done.stderr
+    assert (
+        f"its models are missing: ImportError: {tmp_path / 'timm_moe.py'} has the name of the "
+        "package" in done.stderr
+    )
 
 
-#: Two threads, of which the second begins when the first looks for a module. The first waits until that one is blocked.
+#: Two threads, of which the second begins when the first looks for a module. The first waits until
+#: that one is blocked.
 THREADS = """
 import sys, threading, time, warnings
 warnings.simplefilter("error")
@@ -162,25 +183,35 @@ print(*sorted(seen.items()))
 )
 def test_threads_that_import_timm_and_the_package_at_once(first, name):
     done = run_code(THREADS, first, name, modules=BEFORE_TIMM)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "('timm', True) ('timm_moe', True)\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "('timm', True) ('timm_moe', True)\n",
+        "",
+    )
 
 
 @pytest.fixture
 def installation(tmp_path):
     """An installation of its own, to be damaged; it comes before the real one."""
-    shutil.copytree(ROOT / "timm_moe", tmp_path / "timm_moe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "timm_moe", tmp_path / "timm_moe", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "timm_moe_autoload.py", tmp_path)
     metadata = tmp_path / "timm_moe-9.9.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: timm_moe\nVersion: 9.9\n")
-    (metadata / "entry_points.txt").write_text("[torch.backends]\ntimm_moe = timm_moe_autoload:autoload\n")
+    (metadata / "entry_points.txt").write_text(
+        "[torch.backends]\ntimm_moe = timm_moe_autoload:autoload\n"
+    )
     return tmp_path
 
 
 DAMAGES = {
     "syntax error": lambda package: (package / "convert/convert.py").write_text("def"),
     "module emptied": lambda package: (package / "convert/convert.py").write_text(""),
-    "raises at import": lambda package: (package / "__init__.py").write_text("raise RuntimeError('broken')"),
+    "raises at import": lambda package: (package / "__init__.py").write_text(
+        "raise RuntimeError('broken')"
+    ),
 }
 
 
@@ -303,7 +334,9 @@ def test_a_package_half_loaded_leaves_nothing_behind(installation, where):
     done = run(code, installation)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "broken\n" * 2
-    assert "timm_moe could not be loaded, its models are missing: RuntimeError: broken" in done.stderr
+    assert (
+        "timm_moe could not be loaded, its models are missing: RuntimeError: broken" in done.stderr
+    )
 
 
 @pytest.mark.ci

@@ -1,7 +1,7 @@
 """Pairs of train.py's options: for each two options, each two of their values meet in some run.
 
-The runs are small and in this process, with timm's public objects put together as train.py does it. Where TIMM_SCRIPTS
-is set (see test_train_script.py), the unmodified script runs too.
+The runs are small and in this process, with timm's public objects put together as train.py does it.
+Where TIMM_SCRIPTS is set (see test_train_script.py), the unmodified script runs too.
 """
 
 import argparse
@@ -27,8 +27,13 @@ from timm_moe.analysis import data
 from timm_moe.analysis.evaluation import evaluate
 
 LEARNING_RATES = {
-    "adamw": 2e-3, "sgd": 0.05, "lamb": 0.01, "lion": 3e-4, "muon": 5e-3, "lookahead_adamw": 2e-3,
-}  # fmt: skip
+    "adamw": 2e-3,
+    "sgd": 0.05,
+    "lamb": 0.01,
+    "lion": 3e-4,
+    "muon": 5e-3,
+    "lookahead_adamw": 2e-3,
+}
 CHOICES = {
     "opt": list(LEARNING_RATES),
     "amp": [None, "float16", "bfloat16"],
@@ -54,7 +59,9 @@ def pairwise(options):
             if name not in setting:
                 setting[name] = max(
                     options[name],
-                    key=lambda value: sum({*pair} <= {*setting.items(), (name, value)} for pair in missing),
+                    key=lambda value: sum(
+                        {*pair} <= {*setting.items(), (name, value)} for pair in missing
+                    ),
                 )
         missing -= {pair for pair in missing if {*pair} <= setting.items()}
         settings.append(setting)
@@ -62,19 +69,27 @@ def pairwise(options):
 
 
 def words(setting):
-    return ", ".join(name if value is True else f"{name} {value}" for name, value in setting.items() if value)
+    return ", ".join(
+        name if value is True else f"{name} {value}" for name, value in setting.items() if value
+    )
 
 
 def test_pairwise_is_what_it_says():
     settings = pairwise(CHOICES)
     for first, second in combinations(CHOICES, 2):
-        assert {(s[first], s[second]) for s in settings} == {*product(CHOICES[first], CHOICES[second])}
+        assert {(s[first], s[second]) for s in settings} == {
+            *product(CHOICES[first], CHOICES[second])
+        }
     assert len(settings) <= 24  # 6 x 3 at least
 
 
 def spread(state_dict):
     """Return the largest deviation of an expert from the mean of its layer, over all layers."""
-    return max((w - w.mean(0)).abs().max().item() for name, w in state_dict.items() if ".mlp." in name and w.ndim == 3)
+    return max(
+        (w - w.mean(0)).abs().max().item()
+        for name, w in state_dict.items()
+        if ".mlp." in name and w.ndim == 3
+    )
 
 
 # --- in this process
@@ -99,32 +114,55 @@ class Training:
         self.setting, self.amp = setting, setting["amp"] and getattr(torch, setting["amp"])
         kwargs = dict(OPTIONS, share_rate=FULL)
         args = argparse.Namespace(
-            model="vit_tiny_ewa_moe", num_classes=CLASSES, model_kwargs=kwargs, opt=setting["opt"], weight_decay=0.05,
-            lr=LEARNING_RATES[setting["opt"]], momentum=0.9, layer_decay=setting["layer_decay"], img_size=32,
-        )  # fmt: skip
+            model="vit_tiny_ewa_moe",
+            num_classes=CLASSES,
+            model_kwargs=kwargs,
+            opt=setting["opt"],
+            weight_decay=0.05,
+            lr=LEARNING_RATES[setting["opt"]],
+            momentum=0.9,
+            layer_decay=setting["layer_decay"],
+            img_size=32,
+        )
         options = dict(kwargs, num_classes=CLASSES, drop_path_rate=setting["drop_path"])
-        self.model = timm.create_model(args.model, **{name: v for name, v in options.items() if v is not None})
+        self.model = timm.create_model(
+            args.model, **{name: v for name, v in options.items() if v is not None}
+        )
         self.model.set_grad_checkpointing(setting["grad_checkpointing"])
         self.mixup, criterion = self._loss(setting["loss"])
-        self.task = ClassificationTask(self.model, criterion, device=torch.device("cpu"), verbose=False)
-        self.optimizer = timm.optim.create_optimizer_v2(self.model, **timm.optim.optimizer_kwargs(cfg=args))
+        self.task = ClassificationTask(
+            self.model, criterion, device=torch.device("cpu"), verbose=False
+        )
+        self.optimizer = timm.optim.create_optimizer_v2(
+            self.model, **timm.optim.optimizer_kwargs(cfg=args)
+        )
         self.scaler = NativeScaler(device="cpu") if self.amp is torch.float16 else None
         epoch = 0
         if resume:
-            epoch = timm.models.resume_checkpoint(self.model, str(resume), self.optimizer, self.scaler, log_info=False)
+            epoch = timm.models.resume_checkpoint(
+                self.model, str(resume), self.optimizer, self.scaler, log_info=False
+            )
         self.ema = ModelEmaV3(self.model, decay=0.5) if setting["model_ema"] else None
         if resume and self.ema:
             timm.models.load_checkpoint(self.ema.module, str(resume), use_ema=True)
         self.updates_per_epoch = MICRO_BATCHES // setting["grad_accum_steps"]
         self.scheduler, _ = timm.scheduler.create_scheduler_v2(
-            self.optimizer, num_epochs=EPOCHS, warmup_epochs=0, updates_per_epoch=self.updates_per_epoch
+            self.optimizer,
+            num_epochs=EPOCHS,
+            warmup_epochs=0,
+            updates_per_epoch=self.updates_per_epoch,
         )
         if epoch:
             self.scheduler.step(epoch)
         self.saver = CheckpointSaver(
-            self.model, self.optimizer, args=args, model_ema=self.ema, amp_scaler=self.scaler,
-            checkpoint_dir=str(folder), recovery_dir=str(folder),
-        )  # fmt: skip
+            self.model,
+            self.optimizer,
+            args=args,
+            model_ema=self.ema,
+            amp_scaler=self.scaler,
+            checkpoint_dir=str(folder),
+            recovery_dir=str(folder),
+        )
         self.first_epoch = epoch
         self.images, self.labels = colored_images()
 
@@ -182,7 +220,10 @@ FIRST = pairwise(CHOICES)[1::6]
 
 @pytest.mark.parametrize(
     "setting",
-    [pytest.param(s, marks=[] if s in FIRST else pytest.mark.ci, id=words(s)) for s in pairwise(CHOICES)],
+    [
+        pytest.param(s, marks=[] if s in FIRST else pytest.mark.ci, id=words(s))
+        for s in pairwise(CHOICES)
+    ],
 )
 def test_in_process(tmp_path, setting):
     for name in ("whole", "resumed", "untrained"):
@@ -193,13 +234,16 @@ def test_in_process(tmp_path, setting):
     updates = EPOCHS * whole.updates_per_epoch
     checkpoint = torch.load(tmp_path / "whole/last.pth.tar", weights_only=False)
     counted = checkpoint["optimizer"]["param_groups"][0]["ewa_updates"]
-    assert counted == updates or (setting["amp"] == "float16" and counted > updates / 2)  # where the scaler skips
+    # Where the scaler skips.
+    assert counted == updates or (setting["amp"] == "float16" and counted > updates / 2)
     first = torch.load(tmp_path / "whole/checkpoint-0.pth.tar", weights_only=False)
     assert spread(first["state_dict"]) > 1e-4
     if counted == updates:
         assert spread(checkpoint["state_dict"]) < 1e-6
 
-    export = export_dense(tmp_path / "whole/last.pth.tar", tmp_path / "dense", use_ema=setting["model_ema"])
+    export = export_dense(
+        tmp_path / "whole/last.pth.tar", tmp_path / "dense", use_ema=setting["model_ema"]
+    )
     evaluated = whole.ema.module if whole.ema else whole.model
     dense = timm.create_model(f"local-dir:{export.path}", pretrained=True).eval()
     assert not moe_layers(dense)
@@ -207,9 +251,13 @@ def test_in_process(tmp_path, setting):
         torch.testing.assert_close(dense(whole.images), evaluated.eval()(whole.images))
 
     if setting["resume"]:
-        resumed = Training(tmp_path / "resumed", setting, resume=tmp_path / "whole/checkpoint-0.pth.tar").run()
+        resumed = Training(
+            tmp_path / "resumed", setting, resume=tmp_path / "whole/checkpoint-0.pth.tar"
+        ).run()
         for name, expected in whole.model.state_dict().items():
-            torch.testing.assert_close(resumed.model.state_dict()[name], expected, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(
+                resumed.model.state_dict()[name], expected, rtol=0, atol=0, msg=name
+            )
 
 
 # --- train.py itself
@@ -221,17 +269,34 @@ LOSSES = {
     "cutmix, bce": ["--cutmix", "0.5", "--bce-loss"],
 }
 MODEL = ["--model", "vit_xtiny_ewa_moe", "--num-classes", CLASSES]
-MODEL += ["--model-kwargs", "depth=4", "embed_dim=48", "num_heads=3", "patch_size=8", f"share_rate={FULL}"]
+MODEL += [
+    "--model-kwargs",
+    "depth=4",
+    "embed_dim=48",
+    "num_heads=3",
+    "patch_size=8",
+    f"share_rate={FULL}",
+]
 
 
 def arguments(setting):
-    options = [*MODEL, *LOSSES[setting["loss"]], "--opt", setting["opt"], "--lr", LEARNING_RATES[setting["opt"]]]
+    options = [
+        *MODEL,
+        *LOSSES[setting["loss"]],
+        "--opt",
+        setting["opt"],
+        "--lr",
+        LEARNING_RATES[setting["opt"]],
+    ]
     options += ["--model-ema-decay", 0.5, "--weight-decay", 0.05]
     if setting["amp"]:
         options += ["--amp", "--amp-dtype", setting["amp"]]
     for name in setting:
         if name not in ("amp", "loss", "opt", "resume") and setting[name]:
-            options += [f"--{name.replace('_', '-')}", *([] if setting[name] is True else [setting[name]])]
+            options += [
+                f"--{name.replace('_', '-')}",
+                *([] if setting[name] is True else [setting[name]]),
+            ]
     return options
 
 
@@ -245,17 +310,31 @@ def test_script(images, tmp_path, setting):
     assert float(measured[-1]["eval_loss"]) < float(measured[0]["eval_loss"]) < 1.4
     assert float(measured[-1]["eval_top1"]) > 60
     _check_averaged(folder / "last.pth.tar", setting, images)
-    assert spread(torch.load(folder / "checkpoint-0.pth.tar", weights_only=False)["state_dict"]) > 1e-4
+    assert (
+        spread(torch.load(folder / "checkpoint-0.pth.tar", weights_only=False)["state_dict"]) > 1e-4
+    )
 
     export = export_dense(folder / "last.pth.tar", tmp_path / "dense", use_ema=setting["model_ema"])
     inference = data.Inference(batch_size=13, workers=0, device="cpu")
-    result = evaluate([f"local-dir:{export.path}"], data.image_folder(images, "test"), inference=inference)
+    result = evaluate(
+        [f"local-dir:{export.path}"], data.image_folder(images, "test"), inference=inference
+    )
     error = 100 - float(measured[-1]["eval_top1"])
-    assert 100 * result["error"] == pytest.approx(error, abs=2.6 if setting["amp"] else 1e-3)  # 2.6: one image
+    # 2.6: one image.
+    assert 100 * result["error"] == pytest.approx(error, abs=2.6 if setting["amp"] else 1e-3)
 
     if setting["resume"]:
         first = folder / "checkpoint-0.pth.tar"
-        train(tmp_path, images, *arguments(setting), "--experiment", "b", "--resume", first, epochs=EPOCHS)
+        train(
+            tmp_path,
+            images,
+            *arguments(setting),
+            "--experiment",
+            "b",
+            "--resume",
+            first,
+            epochs=EPOCHS,
+        )
         assert [row["epoch"] for row in summary(tmp_path / "output/train/b")] == ["1", "2"]
         _check_averaged(tmp_path / "output/train/b/last.pth.tar", setting, images)
 
@@ -269,7 +348,8 @@ def _check_averaged(path, setting, images):
     assert counted < updates or spread(checkpoint["state_dict"]) < 1e-6
 
 
-#: timm hands ``device_ids`` to DDP, which refuses them on CPUs. Nothing else of the script is changed.
+#: timm hands ``device_ids`` to DDP, which refuses them on CPUs. Nothing else of the script is
+#: changed.
 ON_CPUS = """
 import runpy, sys
 from timm.task import ClassificationTask
@@ -291,7 +371,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 def test_script_in_two_processes(images, tmp_path, options):
     (tmp_path / "on_cpus.py").write_text(ON_CPUS)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "on_cpus.py")]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(tmp_path / "on_cpus.py"),
+    ]
     options = [*MODEL, *options, "--model-ema-decay", 0.5, "--experiment", "a", "-b", 6]  # of each
     log = train(tmp_path, images, *options, launcher=torchrun, GLOO_SOCKET_IFNAME="lo")
     assert log.count("EWA: averaging") == 1  # one process speaks

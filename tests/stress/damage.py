@@ -2,17 +2,18 @@
 
     python tests/stress/damage.py --number 1000 --seed 0
 
-Each case takes a fresh copy of intact files, damages it, and runs the command in a process of its own, forked from this
-one, which has imported everything. A table tells how they ended:
+Each case takes a fresh copy of intact files, damages it, and runs the command in a process of its
+own, forked from this one, which has imported everything. A table tells how they ended:
 
 - refused: exit status 1 and one sentence;
 - harmless: success, and the result is that of the intact files bit for bit;
-- other: success with another result, where the format gives no means of telling (weights without checksum, a
-  config.json that states another valid option);
-- stopped: by the limits on time and memory, which a file may ask for in any amount, as with torch.load;
-- FAILED: anything else. The process died of a signal of its own, ran code of the file, reached for the network or for
-  paths that a file names, ended in a traceback, left files behind, changed what was there before, or gave another
-  result where the damage can be told.
+- other: success with another result, where the format gives no means of telling (weights without
+  checksum, a config.json that states another valid option);
+- stopped: by the limits on time and memory, which a file may ask for in any amount, as with
+  torch.load;
+- FAILED: anything else. The process died of a signal of its own, ran code of the file, reached for
+  the network or for paths that a file names, ended in a traceback, left files behind, changed what
+  was there before, or gave another result where the damage can be told.
 """
 
 import argparse
@@ -76,7 +77,8 @@ VMOE = Path(__file__).parent.parent / "data/vmoe"
 class Case:
     """A command, what to do to its input first, and what in its result may differ though it succeeds.
 
-    "": nothing, since the format has the means to tell; "all"; or "config": all but the weights, which stayed intact.
+    "": nothing, since the format has the means to tell; "all"; or "config": all but the weights,
+    which stayed intact.
     """
 
     arguments: list[str]
@@ -95,7 +97,9 @@ def make_originals(folder: Path) -> None:
     timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=9)
     model.train()(torch.randn(4, 3, 16, 16)).square().mean().backward()
     optimizer.step()
-    _save_checkpoint(folder / "last.pth.tar", model, "vit_tiny_ewa_moe", optimizer=optimizer.state_dict())
+    _save_checkpoint(
+        folder / "last.pth.tar", model, "vit_tiny_ewa_moe", optimizer=optimizer.state_dict()
+    )
     _save_checkpoint(folder / "legacy.pth", model, "vit_tiny_ewa_moe", zipped=False)
     save_file(model.state_dict(), folder / "weights.safetensors")
     routed = timm.create_model("vit_tiny_moe", num_classes=3, **VIT)
@@ -113,7 +117,9 @@ def make_originals(folder: Path) -> None:
 
 
 def _save_checkpoint(file: Path, model, name: str, zipped: bool = True, **more) -> None:
-    args = argparse.Namespace(model=name, num_classes=3, model_kwargs=dict(VIT), mean=[0.5] * 3, epochs=3, opt="adamw")
+    args = argparse.Namespace(
+        model=name, num_classes=3, model_kwargs=dict(VIT), mean=[0.5] * 3, epochs=3, opt="adamw"
+    )
     state = {"epoch": 1, "arch": name, "args": args, "state_dict": model.state_dict(), **more}
     torch.save(state, file, _use_new_zipfile_serialization=zipped)
 
@@ -122,7 +128,16 @@ def _save_checkpoint(file: Path, model, name: str, zipped: bool = True, **more) 
 
 EXPORT = ["export", "last.pth.tar", "out"]
 SAFETENSORS = [
-    *("export", "weights.safetensors", "out", "--model", "vit_tiny_ewa_moe", "--num-classes", "3", "--model-kwargs"),
+    *(
+        "export",
+        "weights.safetensors",
+        "out",
+        "--model",
+        "vit_tiny_ewa_moe",
+        "--num-classes",
+        "3",
+        "--model-kwargs",
+    ),
     *(f"{name}={value}" for name, value in VIT.items()),
 ]
 FOLDER = ["export", "--moe", "folder", "out"]
@@ -184,9 +199,15 @@ CASES: dict[str, list[tuple[str, Case]]] = {
         *_byte_cases(FOLDER, "folder/config.json", blind=True),
         *_byte_cases(FOLDER, "folder/model.safetensors", blind=True),
         ("hostile config", Case(FOLDER, hostile_config, other="config")),
-        ("hostile config", Case(["export", "folder", "out", "--method", "sum"], hostile_config, other="config")),
+        (
+            "hostile config",
+            Case(["export", "folder", "out", "--method", "sum"], hostile_config, other="config"),
+        ),
         ("lying header", Case(FOLDER, lying_header("folder/model.safetensors"))),
-        *[("false config", Case(arguments, false_config)) for arguments in (FOLDER, EVALUATE_FOLDER, ROUTES)],
+        *[
+            ("false config", Case(arguments, false_config))
+            for arguments in (FOLDER, EVALUATE_FOLDER, ROUTES)
+        ],
         ("code", Case(FOLDER, code_in_folder)),
     ],
     "V-MoE checkpoint": [
@@ -197,7 +218,10 @@ CASES: dict[str, list[tuple[str, Case]]] = {
     "evaluate": [
         ("cut image", Case(EVALUATE, damaged_image, other="all")),
         ("folder of images", Case(EVALUATE, damaged_images_folder, other="all")),
-        ("class map", Case([*EVALUATE, "--class-map", "classes.txt"], damaged_classes, other="all")),
+        (
+            "class map",
+            Case([*EVALUATE, "--class-map", "classes.txt"], damaged_classes, other="all"),
+        ),
         ("code", Case([*EVALUATE, "--class-map", "classes.pkl"], code("classes.pkl"))),
         ("hostile fields", Case(EVALUATE, of_file("routed.pth.tar", hostile_args))),
         *_byte_cases(EVALUATE, "routed.pth.tar", blind=False),
@@ -208,7 +232,7 @@ CASES: dict[str, list[tuple[str, Case]]] = {
         ("hostile config", Case(ROUTES, hostile_config, other="config")),
         *_byte_cases(ROUTES, "folder/model.safetensors", blind=True),
     ],
-}  # fmt: skip
+}
 
 
 # --- running a case
@@ -230,7 +254,9 @@ def run(arguments: list[str], folder: Path, prepare: Callable[[], None] = lambda
     if child == 0:
         _run_in_child(arguments, folder, prepare)
     status = _wait(child, begin + TIME_LIMIT)
-    stdout, stderr = ((folder / f".{name}").read_text(errors="replace") for name in ("stdout", "stderr"))
+    stdout, stderr = (
+        (folder / f".{name}").read_text(errors="replace") for name in ("stdout", "stderr")
+    )
     for name in ("stdout", "stderr"):
         (folder / f".{name}").unlink()
     return Ending(status, stdout, stderr)
@@ -267,12 +293,20 @@ def _guard(folder: Path) -> None:
             _trespass(event, args[1:] if event == "socket.connect" else args)
         if event not in ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.scandir"):
             return
-        paths = [os.path.abspath(os.fsdecode(path)) for path in args[:2] if isinstance(path, (str, bytes))]
+        paths = [
+            os.path.abspath(os.fsdecode(path))
+            for path in args[:2]
+            if isinstance(path, (str, bytes))
+        ]
         writes = event in ("os.mkdir", "os.rename", "os.remove") or (
             event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         )
         for path in paths[:1] if event == "open" else paths:
-            if path.endswith(SECRET) or path in ("/", "/usr") or (writes and not path.startswith(allowed)):
+            if (
+                path.endswith(SECRET)
+                or path in ("/", "/usr")
+                or (writes and not path.startswith(allowed))
+            ):
                 _trespass(event, paths)
 
     sys.addaudithook(hook)
@@ -319,7 +353,9 @@ def same(a, b) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
     if isinstance(a, (tuple, list)):
         return isinstance(b, type(a)) and len(a) == len(b) and all(map(same, a, b))
     return a == b
@@ -331,8 +367,16 @@ def differing(a, b, name: str = "result") -> list[str]:
         keys = [key for key in {**a, **b} if not same(a.get(key), b.get(key))]
         return [path for key in keys for path in differing(a.get(key), b.get(key), str(key))]
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-        return [path for x, y in zip(a, b, strict=True) for path in differing(x, y, name) if not same(x, y)]
-    told = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else str(x)[:40] for x in (a, b)]
+        return [
+            path
+            for x, y in zip(a, b, strict=True)
+            for path in differing(x, y, name)
+            if not same(x, y)
+        ]
+    told = [
+        f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else str(x)[:40]
+        for x in (a, b)
+    ]
     return [f"{name}: {told[0]} -> {told[1]}" if told[0] != told[1] else f"{name}: other values"]
 
 
@@ -340,11 +384,15 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
     """Everything in a folder, with size and time of the last change of the files."""
     found = {path: path.lstat() for path in folder.rglob("*") if not path.is_dir()}
     found |= {path: None for path in folder.rglob("*") if path.is_dir()}
-    return {str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
-            for path, stat in found.items()}  # fmt: skip
+    return {
+        str(path.relative_to(folder)): (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
+        for path, stat in found.items()
+    }
 
 
-def judge(case: Case, ending: Ending, before: dict[str, tuple[int, int]], folder: Path, expected) -> tuple[str, str]:
+def judge(
+    case: Case, ending: Ending, before: dict[str, tuple[int, int]], folder: Path, expected
+) -> tuple[str, str]:
     """(outcome, why)."""
     after = state_of(folder)
     left = {name for name in before | after if before.get(name) != after.get(name)}
@@ -357,21 +405,37 @@ def judge(case: Case, ending: Ending, before: dict[str, tuple[int, int]], folder
     if os.WEXITSTATUS(ending.status) == TRESPASS:
         return "FAILED", f"trespassed: {ending.stderr.splitlines()[-1]}"
     if os.WEXITSTATUS(ending.status):
-        errors = [line for line in ending.stderr.splitlines() if line.startswith("timm-moe: error: ")]
-        if os.WEXITSTATUS(ending.status) != 1 or len(errors) != 1 or "Traceback" in ending.stderr + ending.stdout:
+        errors = [
+            line for line in ending.stderr.splitlines() if line.startswith("timm-moe: error: ")
+        ]
+        if (
+            os.WEXITSTATUS(ending.status) != 1
+            or len(errors) != 1
+            or "Traceback" in ending.stderr + ending.stdout
+        ):
             return "FAILED", "not one sentence"
-        return ("FAILED", f"left or changed {', '.join(sorted(left))}") if left else ("refused", errors[0])
+        return (
+            ("FAILED", f"left or changed {', '.join(sorted(left))}")
+            if left
+            else ("refused", errors[0])
+        )
     if same(result_of(folder), expected):
         return "harmless", ""
     changes = differing(expected, result_of(folder))
-    told = not case.other or (case.other == "config" and not same(result_of(folder)[0], expected[0]))
+    told = not case.other or (
+        case.other == "config" and not same(result_of(folder)[0], expected[0])
+    )
     return ("FAILED" if told else "other"), f"success with another result: {'; '.join(changes[:3])}"
 
 
-def run_cases(number: int, seed: int, only: str = "") -> tuple[dict[tuple[str, str], Counter], list[str]]:
+def run_cases(
+    number: int, seed: int, only: str = ""
+) -> tuple[dict[tuple[str, str], Counter], list[str]]:
     """Run so many cases, spread evenly; returns the outcomes by input and damage, and the failures."""
     torch.set_num_threads(1)
-    flat = [(kind, name, case) for kind, cases in CASES.items() for name, case in cases if only in kind]
+    flat = [
+        (kind, name, case) for kind, cases in CASES.items() for name, case in cases if only in kind
+    ]
     outcomes: dict[tuple[str, str], Counter] = defaultdict(Counter)
     failures, sentences, told = [], {}, time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -412,7 +476,10 @@ COLUMNS = ("refused", "harmless", "other", "stopped", "FAILED")
 
 
 def table(outcomes: dict[tuple[str, str], Counter]) -> str:
-    lines = ["| input | damage | cases | " + " | ".join(COLUMNS) + " |", "|---|---|---:|" + "---:|" * len(COLUMNS)]
+    lines = [
+        "| input | damage | cases | " + " | ".join(COLUMNS) + " |",
+        "|---|---|---:|" + "---:|" * len(COLUMNS),
+    ]
     total: Counter = Counter()
     for (kind, name), counts in outcomes.items():
         total.update(counts)
@@ -421,11 +488,17 @@ def table(outcomes: dict[tuple[str, str], Counter]) -> str:
 
 
 def _row(kind: str, name: str, counts: Counter) -> str:
-    return f"| {kind} | {name} | {counts.total()} | " + " | ".join(str(counts[column]) for column in COLUMNS) + " |"
+    return (
+        f"| {kind} | {name} | {counts.total()} | "
+        + " | ".join(str(counts[column]) for column in COLUMNS)
+        + " |"
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--number", type=int, default=1000, help="cases (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--only", default="", help="part of the name of an input")

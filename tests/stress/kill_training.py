@@ -2,10 +2,11 @@
 
     TIMM_SCRIPTS=FOLDER python tests/stress/kill_training.py --kills 20 --seed 0
 
-Half of the kills come at random moments, in the start of the process too, half while train.py writes a checkpoint.
-After each, every checkpoint in the folder is read: one that a kill cut must be refused by ``timm-moe export`` in one
-sentence, all others hold as many updates as their epochs. Training goes on from last.pth.tar, or, where the kill fell
-between train.py's removal of the old last.pth.tar and its renaming of the new one, from the newest file that is whole.
+Half of the kills come at random moments, in the start of the process too, half while train.py
+writes a checkpoint. After each, every checkpoint in the folder is read: one that a kill cut must be
+refused by ``timm-moe export`` in one sentence, all others hold as many updates as their epochs.
+Training goes on from last.pth.tar, or, where the kill fell between train.py's removal of the old
+last.pth.tar and its renaming of the new one, from the newest file that is whole.
 """
 
 import argparse
@@ -45,9 +46,40 @@ def make_images(folder: Path) -> None:
 
 def start(folder: Path, epochs: int, resume: Path | None) -> subprocess.Popen:
     command = [
-        *(sys.executable, Path(os.environ["TIMM_SCRIPTS"], "train.py"), "--model", MODEL, "--num-classes", CLASSES),
-        *("--data-dir", "images", "--val-split", "test", "--epochs", epochs, "--warmup-epochs", 0, "--log-interval", 1),
-        *("-b", BATCH, "-j", 0, "--device", "cpu", "--opt", "adamw", "--lr", 1e-3, "--experiment", "run"),
+        *(
+            sys.executable,
+            Path(os.environ["TIMM_SCRIPTS"], "train.py"),
+            "--model",
+            MODEL,
+            "--num-classes",
+            CLASSES,
+        ),
+        *(
+            "--data-dir",
+            "images",
+            "--val-split",
+            "test",
+            "--epochs",
+            epochs,
+            "--warmup-epochs",
+            0,
+            "--log-interval",
+            1,
+        ),
+        *(
+            "-b",
+            BATCH,
+            "-j",
+            0,
+            "--device",
+            "cpu",
+            "--opt",
+            "adamw",
+            "--lr",
+            1e-3,
+            "--experiment",
+            "run",
+        ),
         *("--checkpoint-hist", 2, *(["--resume", resume] if resume else [])),
     ]
     log = open(folder / "log", "w")  # noqa: SIM115  (the process holds it)
@@ -80,7 +112,9 @@ def kill_somewhen(process: subprocess.Popen, folder: Path, rng: random.Random) -
         time.sleep(rng.uniform(0, 0.25))
     else:
         lines = rng.randrange(-1, 4 * UPDATES_PER_EPOCH)  # -1: before the first update
-        wait_until(process, lambda: (folder / "log").read_text(errors="replace").count("Train: ") >= lines)
+        wait_until(
+            process, lambda: (folder / "log").read_text(errors="replace").count("Train: ") >= lines
+        )
         time.sleep(rng.uniform(0, 6 if lines == -1 else 0.4))
     if process.poll() is not None:
         return ""
@@ -103,7 +137,11 @@ def check_files(folder: Path) -> tuple[list[tuple[int, Path]], list[Path]]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             checkpoint = torch.load(file, weights_only=True)
         updates = checkpoint["optimizer"]["param_groups"][0].get("ewa_updates")
-        assert updates == (checkpoint["epoch"] + 1) * UPDATES_PER_EPOCH, (file, updates, checkpoint["epoch"])
+        assert updates == (checkpoint["epoch"] + 1) * UPDATES_PER_EPOCH, (
+            file,
+            updates,
+            checkpoint["epoch"],
+        )
         whole.append((updates, file))
     return sorted(whole, key=lambda pair: (pair[0], pair[1].name == "last.pth.tar")), cut
 
@@ -139,7 +177,8 @@ def run(kills: int, seed: int, epochs: int) -> Counter:
             found["killed"] += 1
             found[f"killed {moment}"] += 1
             whole, cut = check_files(folder)
-            assert {file.name for file in cut} <= {"tmp.pth.tar"}, cut  # nothing but the file being written
+            # Nothing but the file being written.
+            assert {file.name for file in cut} <= {"tmp.pth.tar"}, cut
             found["a file was cut"] += len(cut)
             for file in cut:
                 export_is_refused(file)
@@ -149,7 +188,11 @@ def run(kills: int, seed: int, epochs: int) -> Counter:
                 found["last.pth.tar missing, another file whole"] += 1
             if whole:
                 expected, resume = whole[-1]
-            print(f"kill {found['killed']}: {moment}, {expected} updates are safe", file=sys.stderr, flush=True)
+            print(
+                f"kill {found['killed']}: {moment}, {expected} updates are safe",
+                file=sys.stderr,
+                flush=True,
+            )
         (updates, file), cut = check_files(folder)[0][-1], check_files(folder)[1]
         assert not cut
         assert updates == epochs * UPDATES_PER_EPOCH
@@ -159,7 +202,9 @@ def run(kills: int, seed: int, epochs: int) -> Counter:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=40, help="(default: %(default)s)")

@@ -2,12 +2,13 @@
 
     python tests/stress/kill_writing.py --random 20 --seed 0
 
-Every command that writes is run again and again: killed before its first operation on a file, before its second, and
-so on until it gets through; then at random moments while an export of 20 MB writes its weights. After each kill what
-stands under the output's name must be what was there before, or whole, or, where a folder is overwritten, a folder
-without the file that makes sense of the others: config.json, which every loader asks for, or routes.json. Then the same
-command must get through, and leave nothing of what was left behind in the output or beside it. Two exports that write
-to one folder at once must leave one of them whole.
+Every command that writes is run again and again: killed before its first operation on a file,
+before its second, and so on until it gets through; then at random moments while an export of 20 MB
+writes its weights. After each kill what stands under the output's name must be what was there
+before, or whole, or, where a folder is overwritten, a folder without the file that makes sense of
+the others: config.json, which every loader asks for, or routes.json. Then the same command must get
+through, and leave nothing of what was left behind in the output or beside it. Two exports that
+write to one folder at once must leave one of them whole.
 """
 
 import argparse
@@ -49,7 +50,14 @@ COMMANDS = {
     "push --dry-run": ["push", "last.pth.tar", "user/name", "--dry-run"],
     "import-vmoe": IMPORT,
     "import-vmoe --overwrite": [*IMPORT, "--overwrite"],
-    "evaluate --json --overwrite": ["evaluate", "routed.pth.tar", *IMAGES, "--json", "out.json", "--overwrite"],
+    "evaluate --json --overwrite": [
+        "evaluate",
+        "routed.pth.tar",
+        *IMAGES,
+        "--json",
+        "out.json",
+        "--overwrite",
+    ],
     "routes --overwrite": ["routes", "folder", "out", *IMAGES, "--overwrite"],
 }
 
@@ -67,7 +75,8 @@ def kill_at(operation: int) -> None:
     def hook(event: str, args: tuple) -> None:
         nonlocal count
         if event not in WRITES or (
-            event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR))
+            event == "open"
+            and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR))
         ):
             return
         if str(args[0]).startswith("/dev/"):
@@ -87,7 +96,12 @@ def hidden(folder: Path) -> list[Path]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """What stands under the output's name, by file."""
-    files = [file for output in folder.glob("out*") for file in [output, *sorted(output.rglob("*"))] if file.is_file()]
+    files = [
+        file
+        for output in folder.glob("out*")
+        for file in [output, *sorted(output.rglob("*"))]
+        if file.is_file()
+    ]
     left = hidden(folder)
     return {
         str(file.relative_to(folder)): file.read_bytes()
@@ -116,7 +130,12 @@ def kill_everywhere(name: str, originals: Path, folder: Path) -> Counter:
         shutil.copytree(originals, prepared)
         if "--overwrite" in arguments:  # the results of other weights
             sources = ("last.pth.tar", "routed.pth.tar", "folder", "vmoe_tiny")
-            assert run([f"other/{word}" if word in sources else word for word in arguments], prepared).status == 0
+            assert (
+                run(
+                    [f"other/{word}" if word in sources else word for word in arguments], prepared
+                ).status
+                == 0
+            )
             if (prepared / "out").is_dir():
                 (prepared / "out/notes.txt").write_text("mine")
         return _kill_everywhere(arguments, prepared, folder)
@@ -143,7 +162,9 @@ def _kill_everywhere(arguments: list[str], prepared: Path, folder: Path) -> Coun
         outcome = judge(contents(folder), before, after)
         left = bool(hidden(folder))
         done = outcome == "whole" and arguments[0] != "push"
-        again = run([*arguments, *(["--overwrite"] if done else [])], folder, lambda: prepare(folder))
+        again = run(
+            [*arguments, *(["--overwrite"] if done else [])], folder, lambda: prepare(folder)
+        )
         if again.status or contents(folder) != after or hidden(folder):
             outcome = "FAILED"
         found[outcome] += 1
@@ -183,7 +204,10 @@ def kill_at_random(number: int, seed: int, folder: Path) -> Counter:
         for name, content in before.items():
             (folder / name).write_bytes(content)
         child = start(command, folder)
-        while not list(folder.glob(".out.timm_moe.partial/*")) and os.waitpid(child, os.WNOHANG)[0] == 0:
+        while (
+            not list(folder.glob(".out.timm_moe.partial/*"))
+            and os.waitpid(child, os.WNOHANG)[0] == 0
+        ):
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1) if rng.random() < 0.5 else rng.uniform(0, 3))
         try:
@@ -191,7 +215,11 @@ def kill_at_random(number: int, seed: int, folder: Path) -> Counter:
             os.waitpid(child, 0)
         except (ProcessLookupError, ChildProcessError):  # it had ended
             pass
-        sizes = [file.stat().st_size for file in folder.glob(".out.timm_moe.partial/*/*") if file.name != "config.json"]
+        sizes = [
+            file.stat().st_size
+            for file in folder.glob(".out.timm_moe.partial/*/*")
+            if file.name != "config.json"
+        ]
         found[judge(contents(folder), before, after)] += 1
         found["weights cut in what was left behind"] += any(
             size < len(after["out/model.safetensors"]) for size in sizes
@@ -243,22 +271,34 @@ def run_all(number: int, seed: int, only: str = "") -> dict[str, Counter]:
         for name in COMMANDS:
             if only in name:
                 found[name] = kill_everywhere(name, originals, Path(temporary, "case"))
-        for name, options in (("export, two at once", []), ("export --overwrite, two at once", ["--overwrite"])):
+        for name, options in (
+            ("export, two at once", []),
+            ("export --overwrite, two at once", ["--overwrite"]),
+        ):
             if only in name:
                 found[name] = race(max(number, 3), originals, Path(temporary, name), *options)
         if number:
-            found["export --overwrite of 20 MB, at random"] = kill_at_random(number, seed, Path(temporary, "large"))
+            found["export --overwrite of 20 MB, at random"] = kill_at_random(
+                number, seed, Path(temporary, "large")
+            )
     return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", type=int, default=20, help="kills at random moments (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--random", type=int, default=20, help="kills at random moments (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--only", default="", help="part of the name of a command")
     args = parser.parse_args()
     found = run_all(args.random, args.seed, args.only)
     for name, counts in found.items():
-        print(f"{name}: " + ", ".join(f"{outcome} {count}" for outcome, count in counts.items() if count))
+        print(
+            f"{name}: "
+            + ", ".join(f"{outcome} {count}" for outcome, count in counts.items() if count)
+        )
     print(f"timm_moe {timm_moe.__version__}, timm {timm.__version__}, torch {torch.__version__}")
     sys.exit(any(counts["FAILED"] for counts in found.values()))

@@ -2,9 +2,10 @@
 
     python tests/stress/memory.py --steps 2000
 
-Each model trains in a process of its own in a loop with timm's task and scheduler, on images that route differently at
-each step. After each fifth of the steps, the first of which has made every buffer, resident memory, tensors and the
-objects that Python's collector knows are counted. The exit status is 1 if a model is found to grow from then on.
+Each model trains in a process of its own in a loop with timm's task and scheduler, on images that
+route differently at each step. After each fifth of the steps, the first of which has made every
+buffer, resident memory, tensors and the objects that Python's collector knows are counted. The exit
+status is 1 if a model is found to grow from then on.
 """
 
 import argparse
@@ -48,7 +49,9 @@ def sample(step: int) -> Sample:
     gc.collect()
     objects = gc.get_objects()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in objects)
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+    resident = (
+        int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+    )
     return Sample(step, resident, tensors, len(objects))
 
 
@@ -59,7 +62,9 @@ def train(name: str, steps: int, width: int = 32, batch: int = 16) -> list[Sampl
     architecture, options = MODELS[name]
     model = timm.create_model(architecture, **{**VIT, "embed_dim": width, **options}).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler, _ = create_scheduler_v2(optimizer, num_epochs=10, updates_per_epoch=max(1, steps // 10))
+    scheduler, _ = create_scheduler_v2(
+        optimizer, num_epochs=10, updates_per_epoch=max(1, steps // 10)
+    )
     task = ClassificationTask(model, criterion=torch.nn.CrossEntropyLoss())
     taken = []
     for step in range(1, steps + 1):
@@ -102,16 +107,23 @@ def in_process(name: str, steps: int, env: dict[str, str], *options: str) -> lis
     assert done.returncode == 0, done.stderr
     samples = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("sample ")]
     return [
-        Sample(int(step), float(resident), int(tensors), int(objects)) for step, resident, tensors, objects in samples
+        Sample(int(step), float(resident), int(tensors), int(objects))
+        for step, resident, tensors, objects in samples
     ]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
     parser.add_argument("--width", type=int, default=32, help="of the model (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="images of a step (default: %(default)s)")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="(default: all)")
+    parser.add_argument(
+        "--batch", type=int, default=16, help="images of a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="(default: all)"
+    )
     parser.add_argument("--mallocs", action="store_true", help="compare settings of glibc's malloc")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -129,13 +141,19 @@ if __name__ == "__main__":
     for name in args.models:
         for malloc, env in MALLOCS.items() if args.mallocs else [("default", {})]:
             begin = time.monotonic()
-            taken = in_process(name, args.steps, env, "--width", str(args.width), "--batch", str(args.batch))
+            taken = in_process(
+                name, args.steps, env, "--width", str(args.width), "--batch", str(args.batch)
+            )
             resident = " | ".join(f"{one.resident:.0f}" for one in taken)
             tensors, objects = (
-                [getattr(one, what) for one in (taken[0], taken[-1])] for what in ("tensors", "objects")
+                [getattr(one, what) for one in (taken[0], taken[-1])]
+                for what in ("tensors", "objects")
             )
             counts = f"{tensors[0]} → {tensors[1]} | {objects[0]} → {objects[1]}"
-            print(f"| {name} | {malloc} | {resident} | {counts} | {time.monotonic() - begin:.0f} |", flush=True)
+            print(
+                f"| {name} | {malloc} | {resident} | {counts} | {time.monotonic() - begin:.0f} |",
+                flush=True,
+            )
             growing += [f"{name} ({malloc})"] * grows(taken)
     print(f"timm_moe {timm_moe.__version__}, timm {timm.__version__}, torch {torch.__version__}")
     print(f"growing: {', '.join(growing) or 'none'}")

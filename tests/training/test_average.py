@@ -32,10 +32,17 @@ def test_a_trajectory_equals_the_golden_file(golden):
         torch.testing.assert_close(stacked, ewa["traj_W"][step + 1], rtol=0, atol=1e-14)
 
 
-@given(num_experts=st.integers(1, 9), size=st.integers(1, 30), share=st.floats(0, 1), seed=st.integers(0, 99))
+@given(
+    num_experts=st.integers(1, 9),
+    size=st.integers(1, 30),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
 def test_the_mean_stays_and_deviations_shrink(num_experts, size, share, seed):
     beta = share * (num_experts - 1) / num_experts
-    before = torch.randn(num_experts, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    before = torch.randn(
+        num_experts, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     after = average_(before.clone(), beta)
     mean = before.mean(0)
     torch.testing.assert_close(after.mean(0), mean, rtol=0, atol=1e-14)
@@ -48,20 +55,33 @@ def test_narrow_weights_are_refused(ewa_vit, dtype):
     """In bfloat16 500 steps of b = 0.002 leave 92 to 100 % of the deviations, not 26 %."""
     ewa_vit.blocks[3].mlp.to(dtype)
     before = values(apart(ewa_vit))
-    with pytest.raises(ValueError, match=rf"blocks\.3\.mlp are {dtype}: keep the weights in float32 .* share_rate=0"):
+    with pytest.raises(
+        ValueError,
+        match=rf"blocks\.3\.mlp are {dtype}: keep the weights in float32 .* share_rate=0",
+    ):
         timm_moe.average_experts_(ewa_vit, 0.3)
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="are averaged in float32 at least"):
         timm_moe.ExpertWeightAveraging(ewa_vit, optimizer, total_updates=3)
     assert moved(ewa_vit, before) == set()
-    assert timm_moe.ExpertWeightAveraging(ewa_vit, optimizer, share_rate=0.0, total_updates=3).share_rate == 0
+    assert (
+        timm_moe.ExpertWeightAveraging(
+            ewa_vit, optimizer, share_rate=0.0, total_updates=3
+        ).share_rate
+        == 0
+    )
 
 
 def test_schedules():
     assert [SCHEDULES["linear"](progress, 0.4) for progress in (0.25, 0.5, 1)] == [0.1, 0.2, 0.4]
     assert [SCHEDULES["constant"](progress, 0.4) for progress in (0.25, 1)] == [0.4, 0.4]
     assert [SCHEDULES["early"](progress, 0.4) for progress in (0.49, 0.5, 1)] == [0.4, 0, 0]
-    assert [SCHEDULES["late"](progress, 0.4) for progress in (0.1, 0.69, 0.7, 1)] == [0.002, 0.002, 0.4, 0.4]
+    assert [SCHEDULES["late"](progress, 0.4) for progress in (0.1, 0.69, 0.7, 1)] == [
+        0.002,
+        0.002,
+        0.4,
+        0.4,
+    ]
     assert SCHEDULES["late"](0.1, 0.001) == 0.001
 
 
@@ -90,7 +110,9 @@ def test_average_experts_is_a_plain_function(ewa_vit):
 def test_averaging_by_blocks_is_averaging(monkeypatch, num_experts):
     monkeypatch.setattr("timm_moe.training.averaging._BLOCK", 7)
     stacked = torch.randn(num_experts, 5, 9)
-    whole = torch.lerp(stacked, stacked.mean(0, keepdim=True), 0.1 * num_experts / (num_experts - 1))
+    whole = torch.lerp(
+        stacked, stacked.mean(0, keepdim=True), 0.1 * num_experts / (num_experts - 1)
+    )
     by_parts = average_(stacked.clone(), 0.1)
     torch.testing.assert_close(by_parts, whole, rtol=0, atol=1e-6)
     transposed = average_(stacked.mT.contiguous().mT, 0.1)  # not contiguous, so it is taken whole

@@ -23,7 +23,9 @@ def test_every_parameter_of_the_experts_is_averaged_and_no_other(ewa_vit, left_o
     before = values(apart(ewa_vit))
     still_step(ewa_vit, optimizer)
     assert moved(ewa_vit, before) == EXPERTS - {left_out}
-    assert {name for name, spread in spreads(ewa_vit).items() if spread > 1e-6} == {left_out} - {None}
+    assert {name for name, spread in spreads(ewa_vit).items() if spread > 1e-6} == {left_out} - {
+        None
+    }
 
 
 def test_frozen_experts_stay_where_they_are(ewa_vit, caplog):
@@ -79,7 +81,9 @@ def test_what_two_layers_share_is_averaged_once_at_the_rate_of_the_first(ewa_vit
     torch.testing.assert_close(new - new.mean(0), (1 - 4 / 3 * rates[0]) * (old - old.mean(0)))
     timm_moe.average_experts_(ewa_vit, 0.3)
     newest = first.fc1.weight.detach()
-    torch.testing.assert_close(newest - newest.mean(0), 0.6 * (1 - 4 / 3 * rates[0]) * (old - old.mean(0)))
+    torch.testing.assert_close(
+        newest - newest.mean(0), 0.6 * (1 - 4 / 3 * rates[0]) * (old - old.mean(0))
+    )
 
 
 class Doubled(nn.Module):
@@ -92,7 +96,9 @@ COMPUTED = {
     "weight norm by a hook": lambda module: nn.utils.weight_norm(module),
     "spectral norm by a hook": lambda module: nn.utils.spectral_norm(module),
     "weight norm": lambda module: nn.utils.parametrizations.weight_norm(module),
-    "parametrized": lambda module: parametrize.register_parametrization(module, "weight", Doubled()),
+    "parametrized": lambda module: parametrize.register_parametrization(
+        module, "weight", Doubled()
+    ),
 }
 
 
@@ -102,7 +108,9 @@ def test_the_optimizer_of_computed_experts_trains_their_layer(ewa_vit, how):
     layers = [block.mlp for block in ewa_vit.blocks if hasattr(block.mlp, "router")]
     for part in (layers[0].fc1, layers[0].fc2):
         COMPUTED[how](part)
-    optimizer = torch.optim.SGD([parameter for parameter in layers[0].parameters() if parameter.ndim == 3], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in layers[0].parameters() if parameter.ndim == 3], lr=0.1
+    )
     assert layers_of_trained_experts(optimizer, layers) == layers[:1]
 
 
@@ -118,11 +126,11 @@ def test_experts_computed_from_other_parameters_are_refused(ewa_vit, how):
         before = values(model)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        message = (
-            r"fc2.weight of the experts in blocks.3.mlp has adapters or computed weights, which cannot be averaged"
-        )
+        message = r"fc2.weight of the experts in blocks.3.mlp has adapters or computed weights, which cannot be averaged"
         with pytest.raises(ValueError, match=message):
-            optimizer.step() if asked_before else ExpertWeightAveraging(model, optimizer, total_updates=2)
+            optimizer.step() if asked_before else ExpertWeightAveraging(
+                model, optimizer, total_updates=2
+            )
         with pytest.raises(ValueError, match=message):
             timm_moe.average_experts_(model, 0.3)
         assert moved(model, before) == set()
@@ -136,14 +144,20 @@ def test_experts_cannot_be_replaced_by_another_shape(ewa_vit):
     weight = ewa_vit.blocks[1].mlp.fc1.weight
     weight.data = weight.data.flatten()
     before = values(ewa_vit)
-    with pytest.raises(ValueError, match=r"blocks.1.mlp are not there as a whole.*fc1.weight .*\(4, 128, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"blocks.1.mlp are not there as a whole.*fc1.weight .*\(4, 128, 32\)"
+    ):
         still_step(ewa_vit, optimizer)
     assert moved(ewa_vit, before) == set()
 
 
 def test_two_optimizers_on_one_layer_average_each_parameter_once(ewa_vit):
-    weights = [parameter for name, parameter in ewa_vit.named_parameters() if name.endswith("weight")]
-    biases = [parameter for name, parameter in ewa_vit.named_parameters() if not name.endswith("weight")]
+    weights = [
+        parameter for name, parameter in ewa_vit.named_parameters() if name.endswith("weight")
+    ]
+    biases = [
+        parameter for name, parameter in ewa_vit.named_parameters() if not name.endswith("weight")
+    ]
     before = copy.deepcopy(ewa_vit)
     for parameters in (weights, biases):
         optimizer = torch.optim.SGD(parameters, lr=0.0)

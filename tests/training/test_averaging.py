@@ -77,7 +77,9 @@ def test_a_compiled_step_is_compiled_once(ewa_vit):
     optimizer.step()  # makes the state
     torch._dynamo.reset()
     graphs = []
-    step = torch.compile(lambda: optimizer.step(), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    step = torch.compile(
+        lambda: optimizer.step(), backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
     step()
     first = len(graphs)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -121,7 +123,8 @@ def test_a_capture_that_would_repeat_its_rate_is_refused(ewa_vit, monkeypatch):
 def test_the_rate_of_each_step_is_applied(ewa_vit):
     """Against averaging by hand, step by step, from the paper's formula."""
     by_hand = copy.deepcopy(ewa_vit)
-    # The gradient of a key's bias is rounding error, of which AdamW with its usual eps makes whole steps.
+    # The gradient of a key's bias is rounding error, of which AdamW with its usual eps makes whole
+    # steps.
     optimizer, _ = averaged(ewa_vit, rate=0.3, schedule="linear", total_updates=3, eps=1e-6)
     other = create_optimizer_v2(by_hand, opt="adamw", lr=1e-2, weight_decay=0.05, eps=1e-6)
     for layer in timm_moe.moe_layers(by_hand).values():
@@ -142,7 +145,10 @@ def test_a_function_as_schedule(ewa_vit):
     seen = []
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     averaging = ExpertWeightAveraging(
-        ewa_vit, optimizer, schedule=lambda progress: seen.append(progress) or 0.5 * progress, total_updates=4
+        ewa_vit,
+        optimizer,
+        schedule=lambda progress: seen.append(progress) or 0.5 * progress,
+        total_updates=4,
     )
     train_step(ewa_vit, optimizer, 0)
     assert seen == [0.25]  # once for a step, however many layers there are
@@ -158,7 +164,10 @@ def test_weight_ema_sees_the_averaged_weights(ewa_vit):
     ema = ModelEmaV3(ewa_vit, decay=0.0)
     train_step(ewa_vit, optimizer, 0)
     ema.update(ewa_vit)
-    assert all(torch.equal(a, b) for a, b in zip(ema.module.parameters(), ewa_vit.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(ema.module.parameters(), ewa_vit.parameters(), strict=True)
+    )
     assert spread(ema.module) < 1e-6
 
 
@@ -175,7 +184,9 @@ def test_resuming_after_three_of_six_steps_is_bit_identical(opt, tmp_path):
     first, optimizer, _ = start()
     for step in range(3):
         train_step(first, optimizer, step)
-    torch.save({"state_dict": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    torch.save(
+        {"state_dict": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt"
+    )
     second, optimizer, averaging = start()
     checkpoint = torch.load(tmp_path / "c.pt")
     second.load_state_dict(checkpoint["state_dict"])
@@ -275,7 +286,9 @@ def in_a_new_list(optimizer):
 
 def reversed_and_more(optimizer):
     optimizer.param_groups.reverse()
-    optimizer.param_groups.insert(0, {**optimizer.param_groups[0], "params": [torch.nn.Parameter(torch.ones(2))]})
+    optimizer.param_groups.insert(
+        0, {**optimizer.param_groups[0], "params": [torch.nn.Parameter(torch.ones(2))]}
+    )
     optimizer.param_groups[0].pop(UPDATES)
 
 
@@ -292,7 +305,13 @@ def all_but_those_of_the_experts(optimizer):
 
 @pytest.mark.parametrize(
     "change",
-    [without_the_first, in_a_new_list, reversed_and_more, with_one_of_another_run, all_but_those_of_the_experts],
+    [
+        without_the_first,
+        in_a_new_list,
+        reversed_and_more,
+        with_one_of_another_run,
+        all_but_those_of_the_experts,
+    ],
 )
 def test_the_schedule_goes_on_when_groups_change(ewa_vit, change):
     optimizer = in_groups(ewa_vit)
@@ -307,7 +326,8 @@ def test_the_schedule_goes_on_when_groups_change(ewa_vit, change):
     assert ExpertWeightAveraging.of(optimizer) is averaging
     with pytest.raises(ValueError, match="already has its expert weight averaging"):
         ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
-    # The count is in a checkpoint, from which another optimizer of such groups resumes, whatever was frozen.
+    # The count is in a checkpoint, from which another optimizer of such groups resumes, whatever
+    # was frozen.
     state = copy.deepcopy(optimizer.state_dict())
     averaging.remove()
     assert [group[UPDATES] for group in state["param_groups"]] == [4] * len(optimizer.param_groups)
@@ -336,7 +356,9 @@ def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
     optimizer.param_groups.append(optimizer.param_groups.pop(0))
     train_step(ewa_vit, optimizer, 2)
     assert averaging.updates == 3
-    assert [int(group[UPDATES]) for group in optimizer.param_groups] == [3] * len(optimizer.param_groups)
+    assert [int(group[UPDATES]) for group in optimizer.param_groups] == [3] * len(
+        optimizer.param_groups
+    )
 
 
 def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):
@@ -348,4 +370,7 @@ def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):
     for _ in range(3):
         still_step(ewa_vit, optimizer)
     assert len(caplog.messages) == 1
-    assert "schedule ended at total_updates=10: state the number of optimizer steps in the whole run" in caplog.text
+    assert (
+        "schedule ended at total_updates=10: state the number of optimizer steps in the whole run"
+        in caplog.text
+    )

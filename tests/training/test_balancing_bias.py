@@ -42,7 +42,9 @@ def loads(model, images):
     for layer in timm_moe.moe_layers(model).values():
         handles.append(
             layer.router.register_forward_hook(
-                lambda router, args, routing: counted.append(routing.experts().flatten().bincount(minlength=5)[:4])
+                lambda router, args, routing: counted.append(
+                    routing.experts().flatten().bincount(minlength=5)[:4]
+                )
             )
         )
     with torch.no_grad():
@@ -53,13 +55,18 @@ def loads(model, images):
 
 
 def signs(counts):
-    return [[(sum(row) > 4 * n) - (sum(row) < 4 * n) for n in row] for row in (count.tolist() for count in counts)]
+    return [
+        [(sum(row) > 4 * n) - (sum(row) < 4 * n) for n in row]
+        for row in (count.tolist() for count in counts)
+    ]
 
 
 def test_it_moves_once_a_step_by_all_micro_batches():
     model = make_model()
     first, second = torch.randn(2, 3, 3, 32, 32)
-    expected = signs([a + b for a, b in zip(loads(model, first), loads(model, second), strict=True)])
+    expected = signs(
+        [a + b for a, b in zip(loads(model, first), loads(model, second), strict=True)]
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images in (first, second):
         model(images).sum().backward()
@@ -86,7 +93,8 @@ def test_repetitions_in_backward_do_not_count(compiled):
     counts = [bias.load for bias in biases(model)]
     repeated = [layer.router.balancing_bias for layer in (blocks[1].mlp, blocks[3].mlp)]
     for bias, count in zip(repeated, counts, strict=True):
-        # Compiled code cannot ask whether backward is running; but it repeats all choices, which changes no sign.
+        # Compiled code cannot ask whether backward is running; but it repeats all choices, which
+        # changes no sign.
         times = bias.load.sum() // count.sum() if compiled else 1
         assert torch.equal(bias.load, times * count)
 
@@ -104,7 +112,8 @@ def test_a_step_that_the_scaler_skips_keeps_the_choices(fused):
 
 def test_a_buffer_that_fsdp1_has_cast_counts_on_in_float32():
     bias = BalancingBias(2, 0.001)
-    bias.steps.data = bias.steps.bfloat16()  # MixedPrecision(buffer_dtype=torch.bfloat16); 257 is no bfloat16
+    # MixedPrecision(buffer_dtype=torch.bfloat16); 257 is no bfloat16.
+    bias.steps.data = bias.steps.bfloat16()
     for _ in range(300):
         bias.update(torch.tensor([3, 1]))
     assert bias.steps.tolist() == [-300, 300]
@@ -116,7 +125,10 @@ def test_a_step_that_runs_its_forwards_is_that_of_a_loop(accumulated):
     outcomes = []
     for by_closure in (False, True):
         model = make_model(bias_rate=0.1)
-        optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1)
+        optimizer, generator = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.Generator().manual_seed(1),
+        )
 
         def closure(model=model, generator=generator):
             model(torch.randn(3, 3, 32, 32, generator=generator)).square().mean().backward()
@@ -212,7 +224,9 @@ def worker(rank, folder):
     model = make_model()
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     expected = signs(loads(model, images))
-    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+    task = ClassificationTask(
+        model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     task.prepare_distributed(device_ids=None)
     task(images[2 * rank : 2 * rank + 2], torch.arange(2))["loss"].backward()
@@ -242,7 +256,9 @@ def worker_in_pairs(rank, folder):
     model = make_model()
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     expected = signs(loads(model, images[4:] if rank == 2 else images[:4]))
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=single if rank == 2 else pair)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, process_group=single if rank == 2 else pair
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped(images[2 * rank : 2 * rank + 2]).sum().backward()
     optimizer.step()
@@ -250,12 +266,16 @@ def worker_in_pairs(rank, folder):
     os._exit(0)
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
+)
 @pytest.mark.parametrize("work", [worker_alone, worker_in_pairs])
 def test_only_processes_that_train_a_layer_as_one_share_its_choices(tmp_path, work):
     run_ranks(work, (str(tmp_path),), 3)
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
+)
 def test_the_choices_of_all_processes_count(tmp_path):
     run_ranks(worker, (str(tmp_path),), 2)

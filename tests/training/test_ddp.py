@@ -27,24 +27,34 @@ def worker(rank, folder, batch_size):
     logging.getLogger("timm_moe").addHandler(handler)
     logging.getLogger("timm_moe").setLevel(logging.INFO)
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant", **SMALL_VIT)
-    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant", **SMALL_VIT
+    )
+    task = ClassificationTask(
+        model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False
+    )
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-2)
     task.prepare_distributed(device_ids=None)
-    wrapped = next(module for module in task.modules() if isinstance(module, DistributedDataParallel))
+    wrapped = next(
+        module for module in task.modules() if isinstance(module, DistributedDataParallel)
+    )
     timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
     torch.manual_seed(100 + rank)  # other images and other partitions on each rank
     for _ in range(3):
         for accumulated in range(2):
             context = wrapped.no_sync() if accumulated == 0 else nullcontext()
             with context:
-                task(torch.randn(batch_size, 3, 32, 32), torch.randint(5, (batch_size,)))["loss"].backward()
+                task(torch.randn(batch_size, 3, 32, 32), torch.randint(5, (batch_size,)))[
+                    "loss"
+                ].backward()
         optimizer.step()
         assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.zero_grad()
     assert ExpertWeightAveraging.of(optimizer).updates == 3
     assert sum("EWA" in record for record in records) == (rank == 0)
-    torch.save({"model": model.state_dict(), "layers": len(moe_layers(model))}, f"{folder}/rank{rank}.pt")
+    torch.save(
+        {"model": model.state_dict(), "layers": len(moe_layers(model))}, f"{folder}/rank{rank}.pt"
+    )
     torch.distributed.destroy_process_group()
 
 
@@ -70,7 +80,8 @@ def redundancy_worker(rank, folder, processes):
     def train(model, optimizer, steps):
         for step in steps:
             torch.manual_seed(step)
-            model(torch.randn(2, 3, 32, 32)).square().mean().backward()  # the same on all ranks: DDP is not needed
+            # The same on all ranks: DDP is not needed.
+            model(torch.randn(2, 3, 32, 32)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -79,7 +90,9 @@ def redundancy_worker(rank, folder, processes):
     model, optimizer = begin(zero=True)
     train(model, optimizer, range(3))
     optimizer.consolidate_state_dict(to=0)
-    saved = [{"model": model.state_dict(), "optimizer": optimizer.state_dict()} if rank == 0 else None]
+    saved = [
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()} if rank == 0 else None
+    ]
     torch.distributed.broadcast_object_list(saved)
     dense = copy.deepcopy(saved[0])
     resumed, optimizer = begin(zero=True)
@@ -88,13 +101,17 @@ def redundancy_worker(rank, folder, processes):
     assert ExpertWeightAveraging.of(optimizer).updates == 3
     train(resumed, optimizer, range(3, 6))
     assert ExpertWeightAveraging.of(optimizer).updates == 6
-    for (path, tensor), expected in zip(resumed.named_parameters(), whole.parameters(), strict=True):
+    for (path, tensor), expected in zip(
+        resumed.named_parameters(), whole.parameters(), strict=True
+    ):
         torch.testing.assert_close(tensor, expected, msg=path)
     assert not records
     # The state of a dense model is refused as ever, by the process that has it.
     model, optimizer = begin(zero=True)
     experts = model.blocks[1].mlp.fc1.weight
-    state = dense["optimizer"]["state"][[parameter is experts for parameter in model.parameters()].index(True)]
+    state = dense["optimizer"]["state"][
+        [parameter is experts for parameter in model.parameters()].index(True)
+    ]
     for moment in ("exp_avg", "exp_avg_sq"):
         state[moment] = state[moment][0]
     optimizer.load_state_dict(dense["optimizer"])
@@ -122,7 +139,8 @@ def test_ranks_stay_identical(tmp_path, batch_size):
     assert (start - start.mean(0)).abs().max() < 0.01
 
 
-#: Models whose loss needs all of a task: the routers' losses, a layer called several times, members.
+#: Models whose loss needs all of a task: the routers' losses, a layer called several times,
+#: members.
 ROUTED = {
     "vit_tiny_moe": dict(num_experts=9),  # some experts get no token
     "widenet_b": dict(noise_std=0, capacity_factor="none", mlp_ratio=2),
@@ -132,22 +150,32 @@ ROUTED = {
 
 def routed_worker(rank, folder, name, compiled):
     join_group(rank, folder)
-    images, targets = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    images, targets = (
+        torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+        torch.arange(4),
+    )
     torch.manual_seed(0)
     model = timm.create_model(name, **ROUTED[name], group_images=2, **SMALL_VIT)
     for path, parameter in model.named_parameters():
         if "router" in path:
             nn.init.normal_(parameter, std=0.3)
     reference = copy.deepcopy(model)
-    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+    task = ClassificationTask(
+        model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False
+    )
     if compiled:
         task.compile(backend="aot_eager")
     task.prepare_distributed(device_ids=None)
     part = slice(2 * rank, 2 * rank + 2)
     task(images[part], targets[part])["loss"].backward()
-    # The mean over the ranks is the loss of the whole batch, where groups are as large as a rank's part.
-    (MemberLoss(nn.CrossEntropyLoss())(reference(images), targets) + auxiliary_loss(reference)).backward()
-    for (path, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+    # The mean over the ranks is the loss of the whole batch, where groups are as large as a rank's
+    # part.
+    (
+        MemberLoss(nn.CrossEntropyLoss())(reference(images), targets) + auxiliary_loss(reference)
+    ).backward()
+    for (path, parameter), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=path)
     torch.distributed.destroy_process_group()
 

@@ -29,14 +29,21 @@ def test_timms_loss_is_the_golden_files(golden, temperature):
     case = golden("ones_kd")
     weights = dict(task_loss_weight=0.25, distill_loss_weight=0.75)  # alpha is that of the task
     task = LogitDistillationTask(
-        Fixed(case["student"]), Fixed(case["teacher"]), nn.CrossEntropyLoss(), **weights,
-        temperature=temperature, device=torch.device("cpu"), verbose=False,
-    )  # fmt: skip
+        Fixed(case["student"]),
+        Fixed(case["teacher"]),
+        nn.CrossEntropyLoss(),
+        **weights,
+        temperature=temperature,
+        device=torch.device("cpu"),
+        verbose=False,
+    )
     result = task(torch.zeros(5, 3, 2, 2), case["labels"].long())
     kl = case[f"kd_forward_T{temperature}"].item()
     assert result["loss"].item() == pytest.approx(0.25 * case["ce"].item() + 0.75 * kl, rel=1e-6)
     if temperature == 1.0:
-        assert result["loss"].item() == pytest.approx(case["total_alpha0.25_T1_forward"].item(), rel=1e-6)
+        assert result["loss"].item() == pytest.approx(
+            case["total_alpha0.25_T1_forward"].item(), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("method", ["average", "sum", "topk", "svd"])
@@ -46,9 +53,15 @@ def test_a_student_learns_from_its_widenet(images, method):
     student = timm.create_model("ones_b", **size)
     student.load_state_dict(timm_moe.to_dense(teacher, method).state_dict())
     task = LogitDistillationTask(
-        student, teacher.eval(), nn.CrossEntropyLoss(), task_loss_weight=0.25, distill_loss_weight=0.75,
-        temperature=1.0, device=torch.device("cpu"), verbose=False,
-    )  # fmt: skip
+        student,
+        teacher.eval(),
+        nn.CrossEntropyLoss(),
+        task_loss_weight=0.25,
+        distill_loss_weight=0.75,
+        temperature=1.0,
+        device=torch.device("cpu"),
+        verbose=False,
+    )
     student.train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     losses = []

@@ -72,7 +72,14 @@ def test_a_dense_run_writes_nothing(tmp_path):
 
 
 DAMAGED = (
-    *("{", "[]", '{"epochs": 3}', '{"epochs": [{}]}', '{"epochs": [{"epoch": null}]}', '{"epochs": [{"epoch": 0}]}'),
+    *(
+        "{",
+        "[]",
+        '{"epochs": 3}',
+        '{"epochs": [{}]}',
+        '{"epochs": [{"epoch": null}]}',
+        '{"epochs": [{"epoch": 0}]}',
+    ),
 )
 
 
@@ -91,7 +98,9 @@ def test_a_damaged_file_is_told_and_ends_no_run(text, tmp_path, caplog):
 
 def test_the_spread_is_the_relative_distance_from_the_mean(ewa_vit):
     layer = timm_moe.moe_layers(ewa_vit)["blocks.1.mlp"]
-    rows = torch.cat([stacked.detach().flatten(1) for _, stacked in layer.named_expert_parameters()], 1).double()
+    rows = torch.cat(
+        [stacked.detach().flatten(1) for _, stacked in layer.named_expert_parameters()], 1
+    ).double()
     expected = (rows - rows.mean(0)).square().sum(1).mean().sqrt() / rows.mean(0).norm()
     assert relative_distance_to_mean(layer) == pytest.approx(expected.item(), rel=1e-5)
     for _, stacked in layer.named_expert_parameters():

@@ -28,7 +28,10 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 MODELS = {
     "capacity": ("vit_tiny_moe", dict(top_k=2, capacity_factor=0.8, group_images=1)),
     "dropless": ("vit_tiny_moe", dict(top_k=2, capacity_factor="none", group_images=2)),
-    "sigmoid, bias": ("vit_tiny_moe", dict(top_k=2, score="sigmoid", balance="bias", group_images=1, bias_rate=0.5)),
+    "sigmoid, bias": (
+        "vit_tiny_moe",
+        dict(top_k=2, score="sigmoid", balance="bias", group_images=1, bias_rate=0.5),
+    ),
     "shared expert": ("vit_tiny_moe", dict(shared_expert=True, group_images=1)),
     "expert choice": ("vit_tiny_ewa_moe", dict(router="expert_choice", noise_std=0.0)),
     "Soft MoE": ("vit_tiny_ewa_moe", dict(router="soft", slots_per_expert=3)),
@@ -49,11 +52,15 @@ def make_model(name):
 def train(model, images, targets, steps=3, micro_batches=2, recomputed=False, dtype=None):
     """Losses, outputs and norms of steps of AdamW; the weights afterwards are in the model."""
     meshes = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=None if len(meshes) == 1 else False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, foreach=None if len(meshes) == 1 else False
+    )
     seen = []
     for _ in range(steps):
         optimizer.zero_grad()
-        for part, labels in zip(images.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        for part, labels in zip(
+            images.chunk(micro_batches), targets.chunk(micro_batches), strict=True
+        ):
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 y = checkpoint(model, part, use_reentrant=False) if recomputed else model(part)
                 loss = F.cross_entropy(y, labels) + timm_moe.auxiliary_loss(model)
@@ -75,7 +82,9 @@ def whole_batch(micro_batches, processes):
 def shard(model, mesh, processes):
     """Shard the rest of the model; beside an efsdp dimension the experts of each process too."""
     if mesh.ndim == 1:
-        return fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))
+        return fully_shard(
+            model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values())
+        )
     every = init_device_mesh("cpu", (processes,))
     for layer in timm_moe.moe_layers(model).values():
         fully_shard(layer.router, mesh=every)
@@ -92,7 +101,9 @@ def clip(model):
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         return getattr(norm, "full_tensor", lambda: norm)()
     norms = [nn.utils.get_total_norm([p.grad for p in part]) for part in by_mesh.values()]
-    norm = nn.utils.get_total_norm([getattr(norm, "full_tensor", lambda norm=norm: norm)() for norm in norms])
+    norm = nn.utils.get_total_norm(
+        [getattr(norm, "full_tensor", lambda norm=norm: norm)() for norm in norms]
+    )
     for part in by_mesh.values():
         nn.utils.clip_grads_with_norm_(part, 0.1, norm, foreach=False)
     return norm
@@ -105,7 +116,9 @@ def worker(rank, folder, processes, name, recomputed=False, dtype=None, groups=1
     images, targets, order = whole_batch(2, processes)
     model = make_model(name)
     reference = copy.deepcopy(model)
-    names, sizes = (("ep",), (processes,)) if groups == 1 else (("efsdp", "ep"), (groups, processes // groups))
+    names, sizes = (
+        (("ep",), (processes,)) if groups == 1 else (("efsdp", "ep"), (groups, processes // groups))
+    )
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     assert timm_moe.parallelize_experts(model, mesh["ep"]) is model
     experts = timm_moe.expert_parameters(model).values()
@@ -146,7 +159,9 @@ def saving_worker(rank, folder, processes):
     join_group(rank, folder, processes)
     model = make_model("capacity")
     expected = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    parallel = timm_moe.parallelize_experts(copy.deepcopy(model), init_device_mesh("cpu", (processes,)))
+    parallel = timm_moe.parallelize_experts(
+        copy.deepcopy(model), init_device_mesh("cpu", (processes,))
+    )
     if processes == 4:
         parallel.load_state_dict({n: t + 1 for n, t in parallel.state_dict().items()})
         dcp.save({"model": parallel.state_dict()}, checkpoint_id=f"{folder}/../saved")
@@ -176,7 +191,9 @@ def resuming_worker(rank, folder):
 
     def two_steps(model, optimizer):
         for _ in range(2):
-            (F.cross_entropy(model(images[own]), targets[own]) + timm_moe.auxiliary_loss(model)).backward()
+            (
+                F.cross_entropy(model(images[own]), targets[own]) + timm_moe.auxiliary_loss(model)
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -194,9 +211,13 @@ def resuming_worker(rank, folder):
     weights, moments = get_state_dict(other, its_optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=f"{folder}/saved")
-    set_state_dict(other, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        other, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     two_steps(other, its_optimizer)
-    for (name, expected), resumed in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+    for (name, expected), resumed in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
         assert torch.equal(local(expected), local(resumed)), name
     torch.distributed.destroy_process_group()
 
@@ -216,7 +237,11 @@ class ByImage(Router):
     depends_on_input = False
 
     def forward(self, x):
-        expert = torch.arange(self.num_experts).repeat_interleave(x[..., 0].numel() // self.num_experts).unsqueeze(1)
+        expert = (
+            torch.arange(self.num_experts)
+            .repeat_interleave(x[..., 0].numel() // self.num_experts)
+            .unsqueeze(1)
+        )
         return routing_to(expert, torch.ones_like(expert, dtype=x.dtype), self.num_experts)
 
 
@@ -224,20 +249,35 @@ def ewa_worker(rank, folder, processes, optimizer, name):
     """Each process trains its own expert on its own images; in one process, they are parts of the batch."""
     join_group(rank, folder, processes)
     torch.manual_seed(0)
-    options = {"vit_tiny_ewa_moe": {}, "vit_tiny_moe": dict(share_schedule="early", group_images=2)}[name]
-    model = timm.create_model(name, expert_init="independent", **{**SMALL_VIT, "num_experts": processes, **options})
+    options = {
+        "vit_tiny_ewa_moe": {},
+        "vit_tiny_moe": dict(share_schedule="early", group_images=2),
+    }[name]
+    model = timm.create_model(
+        name, expert_init="independent", **{**SMALL_VIT, "num_experts": processes, **options}
+    )
     reference = copy.deepcopy(model)
     for layer in timm_moe.moe_layers(reference).values() if name == "vit_tiny_ewa_moe" else ():
         layer.router = ByImage(processes)
     mesh = init_device_mesh("cpu", (processes,))
     timm_moe.parallelize_experts(model, mesh)
     shard(model, mesh, processes)
-    images, targets = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 5
-    for network, part in ((model, slice(rank * 8 // processes, (rank + 1) * 8 // processes)), (reference, slice(8))):
-        steps = getattr(torch.optim, optimizer)(network.parameters(), lr=1e-3 if optimizer == "AdamW" else 0.1)
+    images, targets = (
+        torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1)),
+        torch.arange(8) % 5,
+    )
+    for network, part in (
+        (model, slice(rank * 8 // processes, (rank + 1) * 8 // processes)),
+        (reference, slice(8)),
+    ):
+        steps = getattr(torch.optim, optimizer)(
+            network.parameters(), lr=1e-3 if optimizer == "AdamW" else 0.1
+        )
         timm_moe.ExpertWeightAveraging(network, steps, share_rate=0.3, total_updates=3)
         for _ in range(3):
-            loss = F.cross_entropy(network(images[part]), targets[part]) + timm_moe.auxiliary_loss(network)
+            loss = F.cross_entropy(network(images[part]), targets[part]) + timm_moe.auxiliary_loss(
+                network
+            )
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), 0.5)
             steps.step()
@@ -268,10 +308,16 @@ def rows_worker(rank, folder, processes):
     torch.manual_seed(0)
     layer = MoeMlp(Mlp(5, 6), TopKRouter(5, 4), 4, "independent").double()
     whole = copy.deepcopy(layer)
-    timm_moe.parallelize_experts(nn.ModuleDict({"mlp": layer}), init_device_mesh("cpu", (processes,)))
+    timm_moe.parallelize_experts(
+        nn.ModuleDict({"mlp": layer}), init_device_mesh("cpu", (processes,))
+    )
     for rows in (3, 0 if rank == 0 else 2):
-        x = torch.randn(1, rows, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        routing = routing_to(torch.full((rows, 1), 3), torch.full((rows, 1), 0.5, dtype=torch.float64), 4)
+        x = torch.randn(
+            1, rows, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+        )
+        routing = routing_to(
+            torch.full((rows, 1), 3), torch.full((rows, 1), 0.5, dtype=torch.float64), 4
+        )
         expected, y = whole(x, routing=routing), layer(x, routing=routing)
         torch.testing.assert_close(y, expected)
         layer.zero_grad(), whole.zero_grad()
@@ -302,7 +348,9 @@ def refusals(rank, folder):
     refused("over one dimension of a mesh, got 2", make_model("capacity"), mesh)
     odd = timm.create_model("vit_tiny_moe", **{**SMALL_VIT, "num_experts": 3})
     before = copy.deepcopy(odd.state_dict())
-    refused(r"2 processes cannot hold equally many of the 3 experts in blocks\.1\.mlp", odd, mesh["ep"])
+    refused(
+        r"2 processes cannot hold equally many of the 3 experts in blocks\.1\.mlp", odd, mesh["ep"]
+    )
     assert all(torch.equal(tensor, before[name]) for name, tensor in odd.state_dict().items())
     model = timm_moe.parallelize_experts(make_model("capacity"), mesh["ep"])
     refused(r"blocks\.1\.mlp is sharded or parallelized already", model, mesh["ep"])

@@ -18,7 +18,11 @@ from processes import join_group, run_code, run_new, run_ranks
 from timm.layers import Mlp
 from timm.utils import ModelEmaV3
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -33,7 +37,9 @@ EWA, ROUTED = "vit_tiny_ewa_moe", "vit_tiny_moe"
 def make(name=ROUTED):
     torch.manual_seed(0)
     routed = dict(top_k=2, group_images=1) if name == ROUTED else {}
-    model = timm.create_model(name, **{**SMALL_VIT, "depth": 2, "num_experts": 4, **routed}, expert_init="independent")
+    model = timm.create_model(
+        name, **{**SMALL_VIT, "depth": 2, "num_experts": 4, **routed}, expert_init="independent"
+    )
     for path, parameter in model.named_parameters():
         if "router" in path:
             nn.init.normal_(parameter, std=0.2)
@@ -44,7 +50,9 @@ def spread(model):
     """Spread a model in the order that the documentation gives."""
     mesh = init_device_mesh("cpu", (2,))
     timm_moe.parallelize_experts(model, mesh)
-    return fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))
+    return fully_shard(
+        model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values())
+    )
 
 
 def batch():
@@ -69,12 +77,17 @@ def own_experts_worker(rank, folder):
     join_group(rank, folder)
     torch.manual_seed(0)
     layer = EwaMlp(Mlp(5, 6), 4, "independent")
-    whole = [layer.to_ffn({n: p.detach()[e] for n, p in layer.named_expert_parameters()}) for e in range(4)]
+    whole = [
+        layer.to_ffn({n: p.detach()[e] for n, p in layer.named_expert_parameters()})
+        for e in range(4)
+    ]
     timm_moe.parallelize_experts(nn.ModuleDict({"mlp": layer}), init_device_mesh("cpu", (2,)))
     x = torch.randn(1, 7, 5, generator=torch.Generator().manual_seed(rank))
     with equal_slots():
         y = layer(x)
-        is_of_ET = torch.stack([torch.isclose(y, network(x)).all(-1).squeeze(0) for network in whole])
+        is_of_ET = torch.stack(
+            [torch.isclose(y, network(x)).all(-1).squeeze(0) for network in whole]
+        )
     assert sorted(is_of_ET.sum(1).tolist()) == [0, 0, 3, 4]
     assert is_of_ET.sum(1)[2 * rank : 2 * rank + 2].sum() == 7
     y.sum().backward()
@@ -99,7 +112,9 @@ def two_by_two_worker(rank, folder):
     """EWA of two experts in four processes: two hold parts of the same expert and train it on their images."""
     join_group(rank, folder, 4)
     torch.manual_seed(0)
-    model = timm.create_model(EWA, **{**SMALL_VIT, "depth": 2, "num_experts": 2}, expert_init="independent")
+    model = timm.create_model(
+        EWA, **{**SMALL_VIT, "depth": 2, "num_experts": 2}, expert_init="independent"
+    )
     reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     timm_moe.parallelize_experts(model, mesh["ep"])
@@ -113,7 +128,9 @@ def two_by_two_worker(rank, folder):
         timm_moe.ExpertWeightAveraging(each, optimizer, share_rate=0.3, total_updates=3)
         train(each, optimizer, part, steps=3)
     for path, tensor in get_model_state_dict(model, options=FULL).items():
-        torch.testing.assert_close(tensor, reference.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path)
+        torch.testing.assert_close(
+            tensor, reference.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path
+        )
     torch.distributed.destroy_process_group()
 
 
@@ -144,17 +161,23 @@ def gradients_worker(rank, folder, processes):
     images, labels = batch()
     own = slice(rank * 4 // processes, (rank + 1) * 4 // processes)
     reference = make(EWA).eval()
-    model = timm_moe.parallelize_experts(copy.deepcopy(reference), init_device_mesh("cpu", (processes,)))
+    model = timm_moe.parallelize_experts(
+        copy.deepcopy(reference), init_device_mesh("cpu", (processes,))
+    )
     F.cross_entropy(reference(images), labels).backward()
     F.cross_entropy(model(images[own]), labels[own]).backward()
     expected = timm_moe.expert_parameters(reference)
     for name, parameter in timm_moe.expert_parameters(model).items():
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), expected[name].grad, rtol=1e-4, atol=1e-6, msg=name
+        )
     compiled = torch.compile(model, backend="aot_eager")
     model.zero_grad()
     F.cross_entropy(compiled(images[own]), labels[own]).backward()
     for name, parameter in timm_moe.expert_parameters(model).items():
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), expected[name].grad, rtol=1e-4, atol=1e-6, msg=name
+        )
     torch.distributed.destroy_process_group()
 
 
@@ -169,22 +192,26 @@ def refusals(rank, folder):
     mesh = init_device_mesh("cpu", (2,))
     pruned = make()
     torch.nn.utils.prune.random_unstructured(pruned.blocks[1].mlp.fc2, "weight", 0.5)
-    message = (
-        r"^fc2\.weight of the experts in blocks\.1\.mlp has adapters or computed weights, which cannot be spread: "
-    )
+    message = r"^fc2\.weight of the experts in blocks\.1\.mlp has adapters or computed weights, which cannot be spread: "
     with pytest.raises(ValueError, match=message):
         timm_moe.parallelize_experts(pruned, mesh)
     assert not any(hasattr(parameter, "placements") for parameter in pruned.parameters())
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spread(model)
-    with pytest.raises(ValueError, match=r"^This optimizer is older than the experts in blocks\.1\.mlp: "):
+    with pytest.raises(
+        ValueError, match=r"^This optimizer is older than the experts in blocks\.1\.mlp: "
+    ):
         step(model, optimizer, slice(4))
     for name in (EWA, ROUTED):
         model = timm_moe.parallelize_experts(make(name).eval(), mesh)
-        with pytest.raises(RuntimeError, match=r"^Experts in different processes cannot be exported: "):
+        with pytest.raises(
+            RuntimeError, match=r"^Experts in different processes cannot be exported: "
+        ):
             torch.export.export(model, (images,))
-        with pytest.raises(RuntimeError, match=r"^Experts in different processes cannot be exported: "):
+        with pytest.raises(
+            RuntimeError, match=r"^Experts in different processes cannot be exported: "
+        ):
             torch.jit.trace(model, (images,))
     torch.distributed.destroy_process_group()
 
@@ -256,7 +283,9 @@ def ema_worker(rank, folder):
             ema.update(each)
     for ours, expected in ((model, reference), (averages[1].module, averages[0].module)):
         for path, tensor in get_model_state_dict(ours, options=FULL).items():
-            torch.testing.assert_close(tensor, expected.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path)
+            torch.testing.assert_close(
+                tensor, expected.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path
+            )
 
     dense = timm.create_model("vit_tiny_patch16_224", **{**SMALL_VIT, "depth": 2}).state_dict()
     for weights in (make().state_dict(), dense):  # which has no routers: they stay
@@ -354,7 +383,14 @@ def test_the_example_killed_resumed_by_another_number_of_processes_and_exported(
             process.wait()
             process.stdout.close()
     done = epochs_of("".join(seen))[-1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+    ]
     resumed = run_new([*torchrun, EXAMPLE, str(done + 2)], cwd=tmp_path, env=ENVIRONMENT)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert epochs_of(resumed.stdout)[0] in (done, done + 1)  # the last one may not have been saved

@@ -34,7 +34,9 @@ class OfCopies:
 
     def __init__(self, model):
         self.parameters = list(model.parameters())
-        self.copies = [parameter.detach().clone().float().requires_grad_() for parameter in self.parameters]
+        self.copies = [
+            parameter.detach().clone().float().requires_grad_() for parameter in self.parameters
+        ]
         self.optimizer = torch.optim.SGD(self.copies, lr=0.01)
 
     def step(self):
@@ -48,13 +50,18 @@ class OfCopies:
 def test_an_optimizer_of_copies_is_refused(ewa_vit):
     optimizer = OfCopies(ewa_vit).optimizer
     for start in (start_averaging, lambda *args: ExpertWeightAveraging(*args[:2], total_updates=3)):
-        with pytest.raises(ValueError, match=r"holds no parameter of this .*copy the averaged weights back into them"):
+        with pytest.raises(
+            ValueError,
+            match=r"holds no parameter of this .*copy the averaged weights back into them",
+        ):
             start(ewa_vit, optimizer, 3)
     assert ExpertWeightAveraging.of(optimizer) is None
 
 
 def test_what_is_no_torch_optimizer_is_refused(ewa_vit):
-    with pytest.raises(TypeError, match=r"call timm_moe.average_experts_\(model, rate\) after each of its steps"):
+    with pytest.raises(
+        TypeError, match=r"call timm_moe.average_experts_\(model, rate\) after each of its steps"
+    ):
         start_averaging(ewa_vit, Own(ewa_vit), 3)
 
 
@@ -181,7 +188,9 @@ class ScheduleFree(torch.optim.Optimizer):
             group["k"] += 1
             for p in group["params"]:
                 z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, 1 / group["k"]).add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+                p.lerp_(z, 1 / group["k"]).add_(
+                    p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1)
+                )
                 z.sub_(p.grad, alpha=group["lr"])
 
 
@@ -195,10 +204,17 @@ def of_the_package(name):
     return make
 
 
-PACKAGE = ["SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeReference"]
+PACKAGE = [
+    "SGDScheduleFree",
+    "AdamWScheduleFree",
+    "RAdamScheduleFree",
+    "AdamWScheduleFreeReference",
+]
 
 
-@pytest.mark.parametrize("make", [ScheduleFree, *map(of_the_package, PACKAGE)], ids=["own", *PACKAGE])
+@pytest.mark.parametrize(
+    "make", [ScheduleFree, *map(of_the_package, PACKAGE)], ids=["own", *PACKAGE]
+)
 def test_schedule_free_weights_are_averaged_in_every_sequence(ewa_vit, make):
     layers = layers_alone(ewa_vit)
     by_hand = copy.deepcopy(layers)
@@ -223,9 +239,11 @@ def test_schedule_free_weights_are_averaged_in_every_sequence(ewa_vit, make):
             each.eval()
 
 
-#: Optimizers whose steps follow weights, norms of whole tensors aside: averaging changes their later steps.
+#: Optimizers whose steps follow weights, norms of whole tensors aside: averaging changes their
+#: later steps.
 BY_WEIGHTS = ("adamp", "sgdp", "lars", "lamb", "nvlamb", "adahessian", "kron", "novograd")
-NOT_RUN = ["bnb*", "fused*", "c*", *(f"*{name}*" for name in BY_WEIGHTS)]  # the cautious ones are as the others
+# The cautious ones are as the others.
+NOT_RUN = ["bnb*", "fused*", "c*", *(f"*{name}*" for name in BY_WEIGHTS)]
 OPTIMIZERS = list_optimizers(exclude_filters=NOT_RUN)
 
 
@@ -243,14 +261,20 @@ def means_of_experts(opt, is_averaged):
             size_E = 10.0 ** torch.arange(-2, 2).reshape(-1, *[1] * (parameter.ndim - 1))
             parameter.grad = torch.randn_like(parameter) * size_E
         optimizer.step()
-        means.append(torch.cat([parameter.detach().mean(0).flatten() for parameter in layer.parameters()]))
+        means.append(
+            torch.cat([parameter.detach().mean(0).flatten() for parameter in layer.parameters()])
+        )
     return torch.stack(means)
 
 
-@pytest.mark.parametrize("opt", ["madgrad", *(name for name in OPTIMIZERS if name != "madgrad"), "lookahead_madgrad"])
+@pytest.mark.parametrize(
+    "opt", ["madgrad", *(name for name in OPTIMIZERS if name != "madgrad"), "lookahead_madgrad"]
+)
 def test_averaging_moves_the_mean_of_no_optimizer(opt):
     # Steps are of 0.01 to 0.1; some optimizers compute in float32.
-    torch.testing.assert_close(means_of_experts(opt, True), means_of_experts(opt, False), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        means_of_experts(opt, True), means_of_experts(opt, False), rtol=0, atol=1e-6
+    )
 
 
 def test_the_start_that_madgrad_pulls_to_is_averaged(ewa_vit):

@@ -53,7 +53,10 @@ def shard_a_part(rank, folder, by_fsdp2):
         fully_shard(layer.fc1)
     else:
         layer.fc1 = FullyShardedDataParallel(layer.fc1, device_id=torch.device("cpu"))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"fc1 of the experts .* sharded by itself.* its block"):
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"fc1 of the experts .* sharded by itself.* its block"),
+    ):
         layer(torch.randn(2, 8))
 
 
@@ -70,21 +73,48 @@ def shard(model, mesh, **options):
 
 
 MODELS = {
-    # Every rank has the same images and draws the same partitions: the mean of the gradients is that of one process.
-    "random partitions": (dict(model_name="vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant"), False),
+    # Every rank has the same images and draws the same partitions: the mean of the gradients is
+    # that of one process.
+    "random partitions": (
+        dict(model_name="vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant"),
+        False,
+    ),
     # Each image is routed by itself.
     "expert choice": (
-        dict(model_name="vit_tiny_moe", num_experts=6, router="expert_choice", noise_std=0.0, share_rate=0.3),
+        dict(
+            model_name="vit_tiny_moe",
+            num_experts=6,
+            router="expert_choice",
+            noise_std=0.0,
+            share_rate=0.3,
+        ),
         True,
     ),
     "fine-grained": (
-        dict(model_name="vit_tiny_moe", num_experts=8, top_k=4, expert_width=0.25, shared_expert=True, group_images=2),
+        dict(
+            model_name="vit_tiny_moe",
+            num_experts=8,
+            top_k=4,
+            expert_width=0.25,
+            shared_expert=True,
+            group_images=2,
+        ),
         True,
     ),
-    "Soft MoE": (dict(model_name="soft_moe_s16", num_experts=6, moe_layers="every-2", share_rate=0.3), True),
+    "Soft MoE": (
+        dict(model_name="soft_moe_s16", num_experts=6, moe_layers="every-2", share_rate=0.3),
+        True,
+    ),
     # Each rank has half of the images, in a routing group of their own.
     "top-k": (
-        dict(model_name="vit_tiny_moe", num_experts=6, top_k=2, share_rate=0.3, aux_loss_weight=0.5, group_images=2),
+        dict(
+            model_name="vit_tiny_moe",
+            num_experts=6,
+            top_k=2,
+            share_rate=0.3,
+            aux_loss_weight=0.5,
+            group_images=2,
+        ),
         True,
     ),
 }
@@ -100,7 +130,9 @@ def create(name):
 
 
 def train(model, halves, rank=None):
-    optimizer = timm.optim.create_optimizer_v2(model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8)
+    optimizer = timm.optim.create_optimizer_v2(
+        model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8
+    )
     timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=STEPS)
     norms = []
     for step in range(STEPS):
@@ -129,12 +161,16 @@ def training_worker(rank, folder, name):
     weights = get_model_state_dict(model, options=FULL)
     assert set(weights) == (set(reference.state_dict()) if rank == 0 else set())
     for path, tensor in weights.items():
-        torch.testing.assert_close(tensor, reference.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path)
+        torch.testing.assert_close(
+            tensor, reference.state_dict()[path], rtol=1e-4, atol=1e-6, msg=path
+        )
 
-    # Resuming as documented. (A forward without a backward leaves the root's parameters gathered, when torch would not
-    # find them among the optimizer's.)
+    # Resuming as documented. (A forward without a backward leaves the root's parameters gathered,
+    # when torch would not find them among the optimizer's.)
     state = get_optimizer_state_dict(model, optimizer, options=FULL)
-    other = timm.optim.create_optimizer_v2(model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8)
+    other = timm.optim.create_optimizer_v2(
+        model, "sgd", lr=0.05, weight_decay=0.05, layer_decay=0.8
+    )
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(model, other, state, options=options)
     if name != "fine-grained":  # which are never averaged
@@ -151,7 +187,9 @@ def training_worker(rank, folder, name):
     torch.save(outputs, f"{folder}/outputs{rank}.pt")
     if rank == 0:  # which does not wait for the others
         for write in (to_dense, lambda model: export_dense(model, f"{folder}/dense")):
-            with pytest.raises(ValueError, match=r"is spread over processes \(FSDP2\): call get_model_state_dict"):
+            with pytest.raises(
+                ValueError, match=r"is spread over processes \(FSDP2\): call get_model_state_dict"
+            ):
                 write(model)
     if rank == 0 and name == "random partitions":
         whole = create(name)
@@ -217,7 +255,10 @@ def flat_worker(rank, folder, processes):
         reference = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
         reference.load_state_dict(whole)
         sharded = FullyShardedDataParallel(
-            model, use_orig_params=use_orig_params, device_id=torch.device("cpu"), sync_module_states=False
+            model,
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+            sync_module_states=False,
         )
         optimizer = torch.optim.SGD(sharded.parameters(), lr=1e-60)  # moves no weight
         if processes == 1 and use_orig_params:  # nothing is cut, so all is as without it
@@ -229,7 +270,10 @@ def flat_worker(rank, folder, processes):
             torch.testing.assert_close(averaged, reference.blocks[1].mlp.fc1.weight)
             assert not records
             continue
-        with pytest.raises(ValueError, match=r"blocks.1.mlp are not there as a whole.*FullyShardedDataParallel does"):
+        with pytest.raises(
+            ValueError,
+            match=r"blocks.1.mlp are not there as a whole.*FullyShardedDataParallel does",
+        ):
             ExpertWeightAveraging(sharded, optimizer, total_updates=3)
         for refused in (average_experts_, lambda sharded, beta: to_dense(sharded)):
             with pytest.raises(ValueError, match="are not there as a whole"):
@@ -252,7 +296,9 @@ def flat_worker(rank, folder, processes):
             average_experts_(sharded, 0.3)
         average_experts_(reference, 0.3)
         with FullyShardedDataParallel.summon_full_params(sharded):
-            for (path, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            for (path, parameter), expected in zip(
+                model.named_parameters(), reference.parameters(), strict=True
+            ):
                 torch.testing.assert_close(parameter, expected, msg=path)
         assert not records
     torch.distributed.destroy_process_group()
@@ -280,11 +326,20 @@ def test_experts_are_cut_along_their_largest_other_dimension(ewa_vit):
 @pytest.mark.ci
 def test_the_example(tmp_path):
     example = ROOT / "examples" / "fsdp_loop.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = run_new([*torchrun, example, "3"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    accuracies = [float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")]
+    accuracies = [
+        float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")
+    ]
     assert accuracies[2] > max(20, accuracies[0])
     assert "largest_difference=0.0," in done.stdout
     assert (tmp_path / "exported/model.safetensors").is_file()

@@ -72,14 +72,20 @@ def test_sam_is_averaged_once_an_update(ewa_vit, caplog, step, given, base):
         layer.share_rate = 0.0
     optimizer = SAM(ewa_vit.parameters(), base, lr=0.05)
     averaging = ExpertWeightAveraging(
-        ewa_vit, attrgetter(given)(optimizer) if given else optimizer, 0.3, "linear", total_updates=5
+        ewa_vit,
+        attrgetter(given)(optimizer) if given else optimizer,
+        0.3,
+        "linear",
+        total_updates=5,
     )
     by_itself = SAM(reference.parameters(), base, lr=0.05)
     for update in range(5):  # the slow update of Lookahead moves from the fourth on
         step(ewa_vit, optimizer, update)
         step(reference, by_itself, update)
         timm_moe.average_experts_(reference, 0.3 * (update + 1) / 5)
-        states = getattr(by_itself.base_optimizer, "_base_optimizer", by_itself.base_optimizer).state
+        states = getattr(
+            by_itself.base_optimizer, "_base_optimizer", by_itself.base_optimizer
+        ).state
         for stacked in timm_moe.expert_parameters(reference).values():
             if "lookahead_slow_buff" in states[stacked]:
                 average_(states[stacked]["lookahead_slow_buff"], 0.3 * (update + 1) / 5)
@@ -87,13 +93,21 @@ def test_sam_is_averaged_once_an_update(ewa_vit, caplog, step, given, base):
         for a, b in zip(ewa_vit.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(a, b)
     assert not caplog.messages
-    assert ExpertWeightAveraging.of(optimizer) is ExpertWeightAveraging.of(optimizer.base_optimizer) is averaging
+    assert (
+        ExpertWeightAveraging.of(optimizer)
+        is ExpertWeightAveraging.of(optimizer.base_optimizer)
+        is averaging
+    )
 
 
-@pytest.mark.parametrize("outer", [Lookahead, lambda inner: SAM(inner.param_groups, torch.optim.SGD, lr=0.05)])
+@pytest.mark.parametrize(
+    "outer", [Lookahead, lambda inner: SAM(inner.param_groups, torch.optim.SGD, lr=0.05)]
+)
 def test_a_group_that_is_taken_out_does_not_start_the_schedule_over(ewa_vit, outer):
     parts = (ewa_vit.patch_embed, ewa_vit.blocks)
-    optimizer = outer(torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=0.05))
+    optimizer = outer(
+        torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=0.05)
+    )
     averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "linear", total_updates=10)
     for update in range(4):
         by_closure(ewa_vit, optimizer, update)
@@ -145,7 +159,9 @@ def test_an_optimizer_prepared_by_accelerate(ewa_vit, caplog, scaled, when):
     for batch in range(6):
         skipped = scaled and batch == 3
         with accelerator.accumulate(model):
-            loss = model(torch.randn(4, 3, 32, 32)).square().mean() * (float("nan") if skipped else 1)
+            loss = model(torch.randn(4, 3, 32, 32)).square().mean() * (
+                float("nan") if skipped else 1
+            )
             (scaler.scale(loss) if scaled else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -178,7 +194,9 @@ def test_what_is_no_optimizer_is_refused_in_a_sentence(ewa_vit):
     class Engine:
         param_groups = ()
 
-    with pytest.raises(TypeError, match=r"A Engine is no torch.optim.Optimizer, so its steps cannot be followed."):
+    with pytest.raises(
+        TypeError, match=r"A Engine is no torch.optim.Optimizer, so its steps cannot be followed."
+    ):
         ExpertWeightAveraging(ewa_vit, Engine(), total_updates=5)
 
 
@@ -188,8 +206,10 @@ def test_a_step_replaced_beforehand_is_refused(ewa_vit):
             return super().step(closure)
 
     optimizer = Unhooked(torch.optim.SGD(ewa_vit.parameters(), lr=0.05))
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own in the place of the one without hooks
+    # Puts a step of its own in the place of the one without hooks.
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(
-        ValueError, match="The steps of this Unhooked cannot be followed, as its step was replaced before"
+        ValueError,
+        match="The steps of this Unhooked cannot be followed, as its step was replaced before",
     ):
         ExpertWeightAveraging(ewa_vit, optimizer, total_updates=5)

@@ -38,7 +38,10 @@ def test_a_linear_probe_and_a_weight_of_zero_need_no_losses(caplog):
         trained, before = of_model(model), model.head.weight.detach().clone()
         assert bool(model.blocks[1].mlp.router.loss_weights) == bool(weight)
         F.cross_entropy(model(images), targets).backward()
-        assert all(layer.router.has_pending_losses() == bool(weight) for layer in timm_moe.moe_layers(model).values())
+        assert all(
+            layer.router.has_pending_losses() == bool(weight)
+            for layer in timm_moe.moe_layers(model).values()
+        )
         torch.optim.SGD(trained.parameters(), lr=0.1).step()
         assert not torch.equal(model.head.weight, before)
         assert caplog.messages == []
@@ -76,7 +79,9 @@ def test_two_forwards_and_one_loss_are_warned_of_once(caplog):
     model = routed_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
-        (model(images).mean() + model(images.flip(3)).mean() + timm_moe.auxiliary_loss(model)).backward()
+        (
+            model(images).mean() + model(images.flip(3)).mean() + timm_moe.auxiliary_loss(model)
+        ).backward()
         optimizer.step()
     assert len(caplog.messages) == 1
     assert "call it after each one that is trained on" in caplog.messages[0]
@@ -86,10 +91,15 @@ def test_losses_that_are_not_wanted():
     """A discriminator that judges without being trained, and a cell of a notebook that is run again."""
     images, _ = batch()
     generator, discriminator = routed_model(), routed_model()
-    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
+    ours, theirs = (
+        torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator)
+    )
     generator.set_grad_checkpointing(True)
     for _ in range(2):
-        fake, (_, ours_by_hand) = generator(images), losses_by_hand(copy.deepcopy(generator), images)
+        fake, (_, ours_by_hand) = (
+            generator(images),
+            losses_by_hand(copy.deepcopy(generator), images),
+        )
         _, theirs_by_hand = losses_by_hand(copy.deepcopy(discriminator), images)
         judged, router_loss = discriminator(images), timm_moe.auxiliary_loss(discriminator)
         torch.testing.assert_close(router_loss, theirs_by_hand)
@@ -198,7 +208,9 @@ def test_a_frozen_backbone_under_an_optimizer_of_all_parameters():
     F.cross_entropy(model(images), targets).backward()
     assert all(layer.router.records for layer in timm_moe.moe_layers(model).values())
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert moved == {"head.weight", "head.bias"}
 
 
@@ -229,7 +241,11 @@ def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
                 F.cross_entropy(head(model.forward_features(part)[:, 0]), labels).backward()
             optimizer.step()
             assert all(len(router.records) <= 4 for router in routers)
-    told = [str(warning.message) for warning in caught if "Nobody adds the losses of routers" in str(warning.message)]
+    told = [
+        str(warning.message)
+        for warning in caught
+        if "Nobody adds the losses of routers" in str(warning.message)
+    ]
     assert len(told) == 1
     assert "call eval() on them or freeze them" in told[0]
 
@@ -238,7 +254,10 @@ def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
 def test_losses_that_are_added_in_time_are_kept_over_another_optimizers_steps():
     images, _ = batch()
     model, other = routed_model(), nn.Linear(2, 2)
-    ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    ours, theirs = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD(other.parameters(), lr=0.1),
+    )
     for _ in range(3):
         features = [model.forward_features(part) for part in images.split(4)]
         records = len(model.blocks[1].mlp.router.records)
@@ -271,19 +290,27 @@ def test_roads_that_would_lose_the_losses_are_refused():
 def test_a_converted_model_in_memory_has_them_too_and_its_dense_copy_no_trace():
     images, _ = batch()
     model = timm_moe.convert_to_moe(
-        timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", top_k=2, noise_std=1.0,
+        timm.create_model("vit_tiny_patch16_224", **SMALL_VIT),
+        router="top_k",
+        top_k=2,
+        noise_std=1.0,
         aux_loss="importance+load",
-    )  # fmt: skip
+    )
     model(images)
     assert timm_moe.auxiliary_loss(model).requires_grad
     dense = timm_moe.to_dense(model)
-    assert "timm_moe" not in str([hook for m in dense.modules() for hook in m._forward_pre_hooks.values()])
+    assert "timm_moe" not in str(
+        [hook for m in dense.modules() for hook in m._forward_pre_hooks.values()]
+    )
     assert {type(m).__module__.split(".")[0] for m in dense.modules()} <= {"timm", "torch"}
 
 
 def test_torchscript_is_refused_where_it_would_lose_the_losses():
     model = routed_model()
-    with pytest.raises(RuntimeError, match="TorchScript would lose the routers' losses: trace the model in eval mode"):
+    with pytest.raises(
+        RuntimeError,
+        match="TorchScript would lose the routers' losses: trace the model in eval mode",
+    ):
         torch.jit.trace(model, batch()[0])
     traced = torch.jit.trace(model.eval(), batch()[0])
     torch.testing.assert_close(traced(batch()[0]), model(batch()[0]))

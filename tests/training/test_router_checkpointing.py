@@ -22,7 +22,9 @@ def test_gradient_checkpointing_in_a_loop_of_ones_own():
         "none": lambda model, x: model(x),
         "inside": lambda model, x: (model.set_grad_checkpointing(), model(x))[1],
         "around the model": around(lambda model: model),
-        "around its features": lambda model, x: model.forward_head(around(lambda m: m.forward_features)(model, x)),
+        "around its features": lambda model, x: model.forward_head(
+            around(lambda m: m.forward_features)(model, x)
+        ),
     }
     outcomes = []
     for call in roads.values():
@@ -43,7 +45,9 @@ def test_what_is_repeated_before_the_losses_were_asked_for_does_not_count():
     model = routed_model()
     model.set_grad_checkpointing(True)
     model(images).sum().backward(retain_graph=True)
-    torch.testing.assert_close(timm_moe.auxiliary_loss(model), losses_by_hand(copy.deepcopy(model), images)[1])
+    torch.testing.assert_close(
+        timm_moe.auxiliary_loss(model), losses_by_hand(copy.deepcopy(model), images)[1]
+    )
 
 
 def test_recomputation_in_backward_leaves_no_record():
@@ -96,5 +100,7 @@ def test_reentrant_checkpointing_would_lose_losses_and_loads(options):
     model = routed_model(**options)
     x = model.patch_embed(images)
     y = checkpoint(model.blocks, x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match=r"Reentrant gradient checkpointing loses the routers' losses and loads"):
+    with pytest.raises(
+        RuntimeError, match=r"Reentrant gradient checkpointing loses the routers' losses and loads"
+    ):
         (y.mean() + timm_moe.auxiliary_loss(model)).backward()

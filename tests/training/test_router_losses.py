@@ -9,7 +9,12 @@ import torch
 from common import SMALL_VIT
 from routed_loop import CPU, assert_same, batch, gradients, losses_by_hand, routed_model
 from timm.data import Mixup
-from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import (
+    BinaryCrossEntropy,
+    JsdCrossEntropy,
+    LabelSmoothingCrossEntropy,
+    SoftTargetCrossEntropy,
+)
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask, LogitDistillationTask
 from timm.utils import ModelEmaV3
@@ -60,7 +65,10 @@ def test_distillation():
     with torch.no_grad():
         teacher_outputs = teacher(images)
     divergence = F.kl_div(
-        (outputs / 2).log_softmax(1), (teacher_outputs / 2).log_softmax(1), reduction="batchmean", log_target=True
+        (outputs / 2).log_softmax(1),
+        (teacher_outputs / 2).log_softmax(1),
+        reduction="batchmean",
+        log_target=True,
     )
     expected = 0.3 * F.cross_entropy(outputs, targets) + 0.7 * 4 * divergence + router_loss
     expected.backward()
@@ -83,7 +91,12 @@ def test_a_routed_teacher_adds_nothing():
     images, targets = batch()
     teacher, student = routed_model().eval(), timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     task = LogitDistillationTask(
-        student, teacher, criterion=nn.CrossEntropyLoss(), task_loss_weight=0.3, device=CPU, verbose=False
+        student,
+        teacher,
+        criterion=nn.CrossEntropyLoss(),
+        task_loss_weight=0.3,
+        device=CPU,
+        verbose=False,
     )
     assert "auxiliary_loss" not in task(images, targets)
 
@@ -123,7 +136,9 @@ def test_bfloat16():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs, router_loss = losses_by_hand(by_hand, images)
         expected = F.cross_entropy(outputs, targets) + router_loss
-        result = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)
+        result = ClassificationTask(trained, nn.CrossEntropyLoss(), device=CPU, verbose=False)(
+            images, targets
+        )
     expected.backward()
     result["loss"].backward()
     outputs, router_loss = losses_by_hand(exact, images)
@@ -149,12 +164,15 @@ def test_gradient_checkpointing_with_accumulation(name):
             (task(part, labels)["loss"] / 2).backward()
         outcomes.append([*gradients(model), *losses])
         for summary, layer in zip(
-            timm_moe.routing_summary(model).values(), timm_moe.moe_layers(model).values(), strict=True
+            timm_moe.routing_summary(model).values(),
+            timm_moe.moe_layers(model).values(),
+            strict=True,
         ):
             assert sum(summary.load) == pytest.approx(1)
             assert layer.router.records == []  # all were added, and the repetitions left none
             assert layer.router.totals.forwards == 4
-            assert layer.router.totals.load.sum() == 4 * 4 * 17 * layer.router.top_k  # images, tokens, choices
+            # Images, tokens, choices.
+            assert layer.router.totals.load.sum() == 4 * 4 * 17 * layer.router.top_k
         optimizer.step()
     assert_same(*outcomes)
 

@@ -17,7 +17,9 @@ def test_a_task_begins_anew():
     images, targets = batch()
     model = routed_model()
     model(images[:2])  # and nobody wanted its losses
-    result = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)
+    result = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(
+        images, targets
+    )
     model(images)
     torch.testing.assert_close(result["auxiliary_loss"], timm_moe.auxiliary_loss(model))
 
@@ -60,7 +62,9 @@ def test_a_task_may_add_the_losses_of_each_forward_by_itself():
 def test_a_task_in_a_task_adds_them_once():
     images, targets = batch()
     model = routed_model()
-    expected = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(images, targets)["loss"]
+    expected = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)(
+        images, targets
+    )["loss"]
     outer = Outer(ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False))
     torch.testing.assert_close(outer(images, targets)["loss"], expected)
 
@@ -89,13 +93,17 @@ class Outer(TrainingTask):
         return self.inner(x, y)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("bad image"), KeyboardInterrupt()], ids=["error", "interrupted"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("bad image"), KeyboardInterrupt()], ids=["error", "interrupted"]
+)
 @pytest.mark.parametrize("road", ["eager", "nested", "compiled"])
 def test_a_task_that_fails_leaves_nothing_behind(road, error):
     images, targets = batch()
     stumbling = Stumbling(routed_model())
     task = ClassificationTask(stumbling, nn.CrossEntropyLoss(), device=CPU, verbose=False)
-    task = {"eager": task, "nested": Outer(task), "compiled": torch.compile(task, backend="eager")}[road]
+    task = {"eager": task, "nested": Outer(task), "compiled": torch.compile(task, backend="eager")}[
+        road
+    ]
     expected = task(images, targets)["loss"].detach()
     stumbling.error = error
     with pytest.raises(type(error)):

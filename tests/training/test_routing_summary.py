@@ -22,7 +22,9 @@ from timm_moe.training import router_losses
 
 def test_summary_of_a_loop():
     images, targets = batch()
-    model = routed_model("vmoe_b32", moe_layers="1,3", num_experts=6, capacity_factor=0.5, capacity_multiple=1)
+    model = routed_model(
+        "vmoe_b32", moe_layers="1,3", num_experts=6, capacity_factor=0.5, capacity_multiple=1
+    )
     dropped, load, losses = 0, torch.zeros(6), []
     for part in images.split(4):
         F.cross_entropy(model(part), targets[:4])
@@ -39,11 +41,16 @@ def test_summary_of_a_loop():
     assert summary.dropped == pytest.approx(dropped / choices)
     assert summary.dropped >= 0.5 - 1 / 6
     torch.testing.assert_close(torch.tensor(summary.load), load / choices)
-    means = {name: float(sum(loss[name] for loss in losses)) / len(losses) for name in ("importance", "load")}
+    means = {
+        name: float(sum(loss[name] for loss in losses)) / len(losses)
+        for name in ("importance", "load")
+    }
     assert summary.losses == pytest.approx(means)
     assert str(summary).startswith("importance ")
     shares = f"{min(summary.load):.1%} / 16.7% / {max(summary.load):.1%}"
-    assert str(summary).endswith(f"dropped {summary.dropped:.1%}, share of an expert min/mean/max {shares}")
+    assert str(summary).endswith(
+        f"dropped {summary.dropped:.1%}, share of an expert min/mean/max {shares}"
+    )
     assert timm_moe.routing_summary(model, reset=True) == summaries
     model(images)
     record = model.blocks[3].mlp.router.records[0]
@@ -108,7 +115,10 @@ def test_each_epoch_of_timms_schedulers_ends_in_a_summary(caplog):
             scheduler.step(epoch + 1)
             last = timm_moe.routing_summary(model)  # of the epoch that ended
     lines = [message for message in caplog.messages if message.startswith("Routing")]
-    assert [line.split(":")[0] for line in lines] == ["Routing in blocks.1.mlp", "Routing in blocks.3.mlp"] * 2
+    assert [line.split(":")[0] for line in lines] == [
+        "Routing in blocks.1.mlp",
+        "Routing in blocks.3.mlp",
+    ] * 2
     assert lines[2] == f"Routing in blocks.1.mlp: {last['blocks.1.mlp']}."
 
 
@@ -122,7 +132,10 @@ def test_other_ranks_keep_silent(caplog, monkeypatch):
         with caplog.at_level(logging.INFO):
             caplog.clear()
             router_losses.log_epoch(optimizer)
-        assert len([message for message in caplog.messages if message.startswith("Routing in")]) == lines
+        assert (
+            len([message for message in caplog.messages if message.startswith("Routing in")])
+            == lines
+        )
         assert len(caplog.messages) == lines
 
 
@@ -140,7 +153,9 @@ def test_the_end_of_an_epoch_looks_for_not_a_number_too(caplog):
     assert warned == [expected.format(f"blocks.{block}.mlp") for block in (1, 3)]
 
 
-def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_names_the_layer(caplog):
+def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_names_the_layer(
+    caplog,
+):
     images, targets = batch()
     model = routed_model()
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
@@ -151,5 +166,6 @@ def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_nam
         assert caplog.messages == [], forward
         task(images[:2], targets[:2])
     assert caplog.messages == [
-        "The router of blocks.3.mlp had NaN or Inf in its logits in 49 of the last 50 training forwards."
+        "The router of blocks.3.mlp had NaN or Inf in its logits in 49 of the last 50 training "
+        "forwards."
     ]

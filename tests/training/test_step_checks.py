@@ -11,7 +11,10 @@ from averaging_loop import moved, still_step, train_step, values
 from common import SMALL_VIT
 from timm.scheduler import create_scheduler_v2
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
@@ -63,7 +66,9 @@ def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, ca
     for step in range(2):
         train_step(ewa_vit, optimizer, step)
     assert averaging.updates == (2 if made == "after loading" else 5)
-    assert caplog.text.count("took steps that nobody counted") == (1 if made == "after loading" else 0)
+    assert caplog.text.count("took steps that nobody counted") == (
+        1 if made == "after loading" else 0
+    )
     assert "nothing averages" not in caplog.text
 
 
@@ -93,7 +98,9 @@ def test_a_rate_on_a_device_is_not_read_at_each_step(ewa_vit):
 
 def test_routers_alone_need_no_averaging(caplog):
     model = timm.create_model("vit_tiny_moe", num_experts=2, share_rate=0.3, **SMALL_VIT)
-    optimizer = torch.optim.SGD([model.blocks[1].mlp.router.weight, *model.head.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [model.blocks[1].mlp.router.weight, *model.head.parameters()], lr=0.1
+    )
     create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=2)
     assert ExpertWeightAveraging.of(optimizer) is None
     with pytest.raises(ValueError, match="trains no expert layer"):
@@ -104,13 +111,17 @@ def test_routers_alone_need_no_averaging(caplog):
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
 @pytest.mark.parametrize("steps_before", [0, 1])
-def test_an_optimizer_older_than_the_experts_is_told_at_its_first_step(dense_vit, router, steps_before):
+def test_an_optimizer_older_than_the_experts_is_told_at_its_first_step(
+    dense_vit, router, steps_before
+):
     optimizer = torch.optim.AdamW(dense_vit.parameters(), lr=1e-3)
     for update in range(steps_before):
         train_step(dense_vit, optimizer, update)
     timm_moe.convert_to_moe(dense_vit, num_experts=2, router=router)
     before = values(dense_vit)
-    with pytest.raises(ValueError, match=r"older than the experts in blocks.1.mlp.*after convert_to_moe"):
+    with pytest.raises(
+        ValueError, match=r"older than the experts in blocks.1.mlp.*after convert_to_moe"
+    ):
         train_step(dense_vit, optimizer, 0)
     assert moved(dense_vit, before) == set()
 

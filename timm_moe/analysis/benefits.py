@@ -14,7 +14,7 @@ def benefits_kept(student: float, teacher: float, dense: float) -> float:
     """
     if not teacher > dense:
         raise ValueError(
-            f"The teacher's accuracy of {teacher:.2%} is not above the dense model's {dense:.2%}: its experts bring "
-            "nothing that a student could keep."
+            f"The teacher's accuracy of {teacher:.2%} is not above the dense model's {dense:.2%}: "
+            "its experts bring nothing that a student could keep."
         )
     return (student - dense) / (teacher - dense)

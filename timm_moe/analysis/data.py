@@ -16,7 +16,15 @@ from ..checkpoints.source import ModelSpec, load_source
 from ..model_config import get_pretrained_cfg, preprocessing
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
 
-__all__ = ["Inference", "batches", "class_names", "describe_source", "image_folder", "image_mode", "load_classifiers"]
+__all__ = [
+    "Inference",
+    "batches",
+    "class_names",
+    "describe_source",
+    "image_folder",
+    "image_mode",
+    "load_classifiers",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +47,9 @@ class Inference:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.torch_device().type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
+        return torch.autocast(
+            self.torch_device().type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
+        )
 
 
 def load_classifiers(
@@ -51,14 +61,14 @@ def load_classifiers(
 ) -> tuple[list[nn.Module], ImageDataset]:
     """Load models with the classes of the images, on the device of ``inference``, and number the images as they do.
 
-    ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`. Unless a class map
-    states the order of the classes, it is the one in the first model's config (``label_names``), or timm's order of the
-    folders for a model that names none. A warning says if a model names other classes, or was trained with a class map
-    and there is none here.
+    ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`.
+    Unless a class map states the order of the classes, it is the one in the first model's config
+    (``label_names``), or timm's order of the folders for a model that names none. A warning says if
+    a model names other classes, or was trained with a class map and there is none here.
 
     Raises:
-        ValueError: if a model and the images have different numbers of classes, or different numbers for the same
-            class; and as ``load_source``.
+        ValueError: if a model and the images have different numbers of classes, or different
+            numbers for the same class; and as ``load_source``.
     """
     models: list[nn.Module] = []
     by_folder = class_names(images)
@@ -69,15 +79,18 @@ def load_classifiers(
             _logger.info("Loading %s ...", source)
         model, name = load_source(source, spec, use_ema), describe_source(source)
         if getattr(model, "args_of_images", {}).get("task") == "multilabel":
-            raise ValueError(f"{name} was trained with several labels for an image; only one can be measured here.")
+            raise ValueError(
+                f"{name} was trained with several labels for an image; only one can be measured "
+                "here."
+            )
         known = _classes_of(model, name, images.reader.root, by_folder)
         if not models and not is_stated and known != by_folder and set(known) == set(by_folder):
             _logger.info("%s: classes are numbered as in %s.", images.reader.root, name)
             images, order = renumbered(images, known), name
         if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not is_stated:
             _logger.warning(
-                f"{name} was trained with the class map {class_map!r}: without it (--class-map) the labels may not "
-                "mean the same."
+                f"{name} was trained with the class map {class_map!r}: without it (--class-map) "
+                "the labels may not mean the same."
             )
         _compare_classes(known, name, images, order)
         models.append(model.to((inference or Inference()).torch_device()))
@@ -88,13 +101,20 @@ def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[
     """List the classes of a model, by default the folders; ValueError if there are not as many."""
     stated = get_pretrained_cfg(model).get("label_names") or by_folder
     by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
-    known: list[Any] = [by_number.get(number, by_number.get(str(number))) for number in range(model.num_classes)]
+    known: list[Any] = [
+        by_number.get(number, by_number.get(str(number))) for number in range(model.num_classes)
+    ]
     if len(known) != len(by_folder):
         others = [repr(label) for label in by_folder if label not in by_number.values()]
         without = f", without {', '.join(others[:3])}" if others else ""
-        raise ValueError(f"{Path(root)} has {len(by_folder)} classes, but {name} has {len(known)}{without}.")
+        raise ValueError(
+            f"{Path(root)} has {len(by_folder)} classes, but {name} has {len(known)}{without}."
+        )
     # transformers calls a class without a name LABEL_ and its number
-    return [own if known[number] == f"LABEL_{number}" else known[number] for number, own in enumerate(by_folder)]
+    return [
+        own if known[number] == f"LABEL_{number}" else known[number]
+        for number, own in enumerate(by_folder)
+    ]
 
 
 def _compare_classes(known: list[str], name: str, images: ImageDataset, order: str) -> None:
@@ -105,12 +125,13 @@ def _compare_classes(known: list[str], name: str, images: ImageDataset, order: s
         if found[number] in known:
             raise ValueError(
                 f"{root} has {found[number]!r} as class {number} (by {order}), but {name} as class "
-                f"{known.index(found[number])}: state the model's order with --class-map (class_map=)."
+                f"{known.index(found[number])}: state the model's order with --class-map "
+                "(class_map=)."
             )
     if other:
         _logger.warning(
-            f"{root} has other classes than {name}, whose class {other[0]} is {known[other[0]]} and not "
-            f"{found[other[0]]}: the labels do not mean the same."
+            f"{root} has other classes than {name}, whose class {other[0]} is {known[other[0]]} "
+            f"and not {found[other[0]]}: the labels do not mean the same."
         )
 
 
@@ -135,11 +156,15 @@ def describe_source(source: Source) -> str:
 
 
 def batches(
-    models: Sequence[nn.Module], images: ImageDataset, inference: Inference, indices: Sequence[int] | None = None
+    models: Sequence[nn.Module],
+    images: ImageDataset,
+    inference: Inference,
+    indices: Sequence[int] | None = None,
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Load all images, or the ones with these indices, in order: batches (B, C, H, W) for each model, and labels (B,).
 
-    The models are in eval mode. Models of the same preprocessing share a loader. An unreadable image is a ValueError.
+    The models are in eval mode. Models of the same preprocessing share a loader. An unreadable
+    image is a ValueError.
     """
     configs = [(preprocessing(model), image_mode(model)) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
@@ -169,7 +194,9 @@ def image_mode(model: nn.Module) -> str:
 def image_bytes(images: Tensor, model: nn.Module) -> Tensor:
     """Return a model's images, (B, 3, H, W), as the bytes that they were before they were normalised."""
     config = preprocessing(model)
-    mean, std = (torch.tensor(config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std")
+    )
     pixels = ((images.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
     return pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels[:, :3]
 
@@ -188,4 +215,6 @@ def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inferenc
                 logged = time.monotonic()
                 _logger.info("%s: %s of %s images ...", folder, f"{done:,}", f"{total:,}")
     except UnreadableImage as error:
-        raise ValueError(str(error).rpartition(f"{UnreadableImage.__name__}: ")[2].strip()) from error
+        raise ValueError(
+            str(error).rpartition(f"{UnreadableImage.__name__}: ")[2].strip()
+        ) from error

@@ -61,9 +61,13 @@ class Run:
 
     def __post_init__(self):
         self.optimizer = create_optimizer_v2(self.model, opt="adamw", lr=2e-3, weight_decay=0.05)
-        # The scheduler also starts the averaging of the experts: timm_moe hooks into timm's factory.
+        # The scheduler also starts the averaging of the experts: timm_moe hooks into timm's
+        # factory.
         self.scheduler, _ = create_scheduler_v2(
-            self.optimizer, num_epochs=self.epochs, warmup_epochs=2, updates_per_epoch=self.steps_per_epoch
+            self.optimizer,
+            num_epochs=self.epochs,
+            warmup_epochs=2,
+            updates_per_epoch=self.steps_per_epoch,
         )
         self.averaging = ExpertWeightAveraging.of(self.optimizer)
 
@@ -97,17 +101,26 @@ def run_demo(output: str, epochs: int) -> None:
     train([dense, ewa], train_set, test_set)
     export = export_dense(ewa.model, folder / "exported", overwrite=True)
     stock_class, outputs = reload_without_plugin(export.path, test_set[0])
-    parameters = [sum(parameter.numel() for parameter in run.model.parameters()) for run in (dense, ewa)]
+    parameters = [
+        sum(parameter.numel() for parameter in run.model.parameters()) for run in (dense, ewa)
+    ]
     rows = [
         ("", dense.name, ewa.name),
         ("accuracy, 500 test images", *(f"{run.accuracies[-1]:.1f} %" for run in (dense, ewa))),
         ("parameters in training", *(f"{number:,}" for number in parameters)),
         ("parameters after export", f"{parameters[0]:,}", f"{export.parameters:,}"),
-        ("time per training step", *(f"{median(run.step_times) * 1e3:.1f} ms" for run in (dense, ewa))),
+        (
+            "time per training step",
+            *(f"{median(run.step_times) * 1e3:.1f} ms" for run in (dense, ewa)),
+        ),
     ]
     plot([dense, ewa], folder / "training.png")
     show("", *(f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows))
-    show("", "One seed on toy data: a point more or less is noise. Real images: docs/results.md in the repository.")
+    show(
+        "",
+        "One seed on toy data: a point more or less is noise. Real images: docs/results.md in the "
+        "repository.",
+    )
     with torch.inference_mode():
         expected = ewa.model.eval()(test_set[0])
     same = int((outputs.argmax(1) == expected.argmax(1)).sum())
@@ -126,12 +139,19 @@ def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Load training and test set of scikit-learn's digits: images (N, 1, 8, 8) in [-1, 1] and labels (N,)."""
     digits = load_digits()
     images = digits.images[:, None].astype(np.float32) / 8 - 1
-    parts = train_test_split(images, digits.target, test_size=500, random_state=0, stratify=digits.target)
+    parts = train_test_split(
+        images, digits.target, test_size=500, random_state=0, stratify=digits.target
+    )
     train, test, train_labels, test_labels = map(torch.from_numpy, parts)
     return (train, train_labels), (test, test_labels)
 
 
-def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Tensor, Tensor], seed: int = 0) -> None:
+def train(
+    runs: list[Run],
+    train_set: tuple[Tensor, Tensor],
+    test_set: tuple[Tensor, Tensor],
+    seed: int = 0,
+) -> None:
     """Train all runs on the same batches, one step each in turn."""
     images, labels = train_set
     generator = torch.Generator().manual_seed(seed)
@@ -146,7 +166,9 @@ def train(runs: list[Run], train_set: tuple[Tensor, Tensor], test_set: tuple[Ten
                 run.step(images[batch], labels[batch])
             progress.update()
             losses = {f"loss {run.name}": f"{run.losses[-1]:.3f}" for run in runs[:2]}
-            progress.set_postfix({**losses, "share rate": f"{runs[-1].share_rates[-1]:.3f}"}, refresh=False)
+            progress.set_postfix(
+                {**losses, "share rate": f"{runs[-1].share_rates[-1]:.3f}"}, refresh=False
+            )
         for run in runs:
             with torch.inference_mode():
                 right = run.model.eval()(test_set[0]).argmax(1) == test_set[1]
@@ -164,7 +186,9 @@ def reload_without_plugin(exported: Path, images: Tensor) -> tuple[str, Tensor]:
         environment = {**os.environ, "TIMM_MOE_AUTOLOAD": "0"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"Plain timm could not load {exported}: {done.stderr.strip().splitlines()[-1]}")
+            raise RuntimeError(
+                f"Plain timm could not load {exported}: {done.stderr.strip().splitlines()[-1]}"
+            )
         return done.stdout.strip(), torch.from_numpy(np.load(outputs))
 
 
@@ -180,8 +204,15 @@ def plot(runs: list[Run], file: Path) -> None:
         accuracies.plot(range(1, run.epochs + 1), run.accuracies, **style)
     steps = np.arange(1, len(runs[-1].share_rates) + 1) / runs[-1].steps_per_epoch
     rates.plot(steps, runs[-1].share_rates, color=COLOURS[1])
-    losses.set(title="Does the loss fall?", xlabel="epoch", ylabel="training loss (cross-entropy)", yscale="log")
-    accuracies.set(title="Is one more accurate? (a point is noise)", xlabel="epoch", ylabel="test accuracy (%)")
+    losses.set(
+        title="Does the loss fall?",
+        xlabel="epoch",
+        ylabel="training loss (cross-entropy)",
+        yscale="log",
+    )
+    accuracies.set(
+        title="Is one more accurate? (a point is noise)", xlabel="epoch", ylabel="test accuracy (%)"
+    )
     rates.set(title="How strongly are the experts averaged?", xlabel="epoch", ylabel="share rate")
     losses.legend()
     accuracies.legend()

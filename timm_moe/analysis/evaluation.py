@@ -51,21 +51,26 @@ def evaluate(
 ) -> dict[str, float]:
     """Measure one classifier, or the ensemble of all members of several classifiers.
 
-    A model with a method ``forward_members``, from images to logits (B, M, C), has M members; any other is one.
-    The ensemble predicts the mean of its members' probabilities (pBE, arXiv 2110.03360, section 4).
+    A model with a method ``forward_members``, from images to logits (B, M, C), has M members; any
+    other is one. The ensemble predicts the mean of its members' probabilities (pBE, arXiv
+    2110.03360, section 4).
 
     Args:
-        sources: models, or arguments of :func:`timm_moe.checkpoints.source.load_source`, as ``spec`` and ``use_ema``.
+        sources: models, or arguments of :func:`timm_moe.checkpoints.source.load_source`, as
+            ``spec`` and ``use_ema``.
         images: from :func:`timm_moe.analysis.data.image_folder`.
-        ood_images: images of other classes, which the largest mean probability should tell from the first.
+        ood_images: images of other classes, which the largest mean probability should tell from the
+            first.
         inference: settings of the forwards.
 
     Returns:
-        The first seven numbers of :data:`LABELS`; of several members the next six, means over members or their pairs;
-        with other images the last three. Errors and rates are shares, NLL and KL are in nats.
+        The first seven numbers of :data:`LABELS`; of several members the next six, means over
+        members or their pairs; with other images the last three. Errors and rates are shares, NLL
+        and KL are in nats.
 
     Raises:
-        ValueError: if the classes of models and images differ or an output is NaN; and as ``load_source``.
+        ValueError: if the classes of models and images differ or an output is NaN; and as
+            ``load_source``.
     """
     inference = inference or Inference()
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
@@ -107,7 +112,9 @@ class Figures:
         self.members = log_p_BMC.shape[1]
         given = [(self._of_ensemble, (log_p_BMC, labels))]
         if self.members > 1:
-            given.append((self._of_member, (log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))))
+            given.append(
+                (self._of_member, (log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members)))
+            )
             given.append((self._of_pairs, (log_p_BMC, labels)))
         for group, batch in given:
             for metric in group.values():
@@ -121,7 +128,10 @@ class Figures:
     def result(self) -> dict[str, float]:
         """Give the numbers, as :func:`evaluate` returns them."""
         values: dict[str, float] = {"images": len(self.confidence), "members": self.members}
-        found = {**self._of_ensemble, **(self._of_member | self._of_pairs if self.members > 1 else {})}
+        found = {
+            **self._of_ensemble,
+            **(self._of_member | self._of_pairs if self.members > 1 else {}),
+        }
         if self.ood_confidence:
             values |= {"ood_images": len(self.ood_confidence)}
             values |= metrics.separation(self.confidence.tensor(), self.ood_confidence.tensor())
@@ -139,8 +149,9 @@ def predictions(
 ) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
     """Yield each model's images (B, ...), log-probabilities (B, M, C) of all members of all models, and labels (B,).
 
-    Log-probabilities and labels are on the CPU, and in float64: in float32 the normalisation may round two logits to
-    the same probability and so change a prediction. It is a ValueError if an output is NaN.
+    Log-probabilities and labels are on the CPU, and in float64: in float32 the normalisation may
+    round two logits to the same probability and so change a prediction. It is a ValueError if an
+    output is NaN.
     """
     for inputs, labels in batches(models, images, inference):
         parts = []

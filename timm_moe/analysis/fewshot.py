@@ -1,8 +1,9 @@
 """Few-shot linear evaluation: a regression from the features of a frozen model to classes, learned from few images.
 
-The protocol is of V-MoE's code and pBE (arXiv 2110.03360, appendix B.4): features before the classifier are whitened, a
-constant serves as the bias, and a ridge regression to classes in {-1, 1} is solved in closed form. Shape suffixes:
-N images, D width of features, C classes, M members, L penalties, R runs.
+The protocol is of V-MoE's code and pBE (arXiv 2110.03360, appendix B.4): features before the
+classifier are whitened, a constant serves as the bias, and a ridge regression to classes in {-1, 1}
+is solved in closed form. Shape suffixes: N images, D width of features, C classes, M members, L
+penalties, R runs.
 """
 
 import logging
@@ -24,8 +25,8 @@ _logger = logging.getLogger(__name__)
 
 #: Penalties of the regression; the best one is taken.
 PENALTIES = tuple(2.0**exponent for exponent in range(-10, 20))
-#: Regressions: one on the features of all members side by side; of an ensemble also the mean of the members' own ones,
-#: and their mean by the inverse of :meth:`Ridge.left_out_error`.
+#: Regressions: one on the features of all members side by side; of an ensemble also the mean of the
+#: members' own ones, and their mean by the inverse of :meth:`Ridge.left_out_error`.
 KINDS = ("joint", "disjoint", "weighted")
 #: Value of the constant feature; it is large, so that the bias is hardly penalised.
 CONSTANT = 100.0
@@ -70,9 +71,12 @@ class Ridge:
     def left_out_error(self, penalty: float) -> float:
         """Mean squared error on each training image, by the regression from all others, whitened by all.
 
-        In closed form it is the error of the whole regression divided by one minus the image's leverage.
+        In closed form it is the error of the whole regression divided by one minus the image's
+        leverage.
         """
-        leverage_N = self._left.square() @ (self._values.square() / (self._values.square() + penalty))
+        leverage_N = self._left.square() @ (
+            self._values.square() / (self._values.square() + penalty)
+        )
         error_NC = (self._y_NC - self._x_ND @ self._weights(penalty)) / (1 - leverage_N[:, None])
         return error_NC.square().mean().item()
 
@@ -97,12 +101,13 @@ def fewshot(
 ) -> list[Result]:
     """Learn the classes of each folder from few images of each, several times, and classify the test images.
 
-    Each number of shots has one penalty, which has the best mean rank over all folders and draws by the accuracy on the
-    test images, as in V-MoE's code. The shots of a draw contain its smaller numbers of shots.
+    Each number of shots has one penalty, which has the best mean rank over all folders and draws by
+    the accuracy on the test images, as in V-MoE's code. The shots of a draw contain its smaller
+    numbers of shots.
 
     Args:
-        sources: models, or arguments of :func:`timm_moe.checkpoints.source.load_source`, as ``spec`` and ``use_ema``;
-            several, or a model with members, are an ensemble.
+        sources: models, or arguments of :func:`timm_moe.checkpoints.source.load_source`, as
+            ``spec`` and ``use_ema``; several, or a model with members, are an ensemble.
         folders: images to learn from and to classify.
         shots: training images of each class.
         draws: number of draws.
@@ -110,12 +115,12 @@ def fewshot(
         inference: settings of the forwards.
 
     Returns:
-        For each folder and number of shots the joint regression, and of an ensemble the disjoint ones, without and
-        with weights.
+        For each folder and number of shots the joint regression, and of an ensemble the disjoint
+        ones, without and with weights.
 
     Raises:
-        ValueError: on a number below 1, shots above the images of a class, other classes in a folder's test images, or
-            features that are NaN; and as ``load_source``.
+        ValueError: on a number below 1, shots above the images of a class, other classes in a
+            folder's test images, or features that are NaN; and as ``load_source``.
     """
     inference = inference or Inference()
     if not shots or min(shots) < 1 or draws < 1:
@@ -128,7 +133,12 @@ def fewshot(
     for folder, label_N in zip(folders, labels, strict=True):
         of_class = [(label_N == number).nonzero().flatten() for number in label_N.unique()]
         drawn = [
-            torch.stack([images[torch.randperm(len(images), generator=generator)[: max(shots)]] for images in of_class])
+            torch.stack(
+                [
+                    images[torch.randperm(len(images), generator=generator)[: max(shots)]]
+                    for images in of_class
+                ]
+            )
             for _ in range(draws)
         ]
         used, place = torch.stack(drawn).unique(return_inverse=True)  # features are computed once
@@ -141,7 +151,9 @@ def fewshot(
             _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
             for number in shots:
                 chosen = place[draw, :, :number].flatten()
-                rows.append(_accuracies([x_ND[chosen] for x_ND in train], label[chosen], test, expected))
+                rows.append(
+                    _accuracies([x_ND[chosen] for x_ND in train], label[chosen], test, expected)
+                )
         tables.append(torch.stack(rows).unflatten(0, (draws, len(shots))))
     results = []
     for kind, accuracies in zip(KINDS, torch.stack(tables).unbind(3), strict=False):
@@ -150,7 +162,11 @@ def fewshot(
             for folder, accuracy_RSL in zip(folders, accuracies, strict=True):
                 of_draws = accuracy_RSL[:, index, best]
                 error = of_draws.std().item() / math.sqrt(draws) if draws > 1 else None
-                results.append(Result(folder.name, number, kind, of_draws.mean().item(), error, PENALTIES[best]))
+                results.append(
+                    Result(
+                        folder.name, number, kind, of_draws.mean().item(), error, PENALTIES[best]
+                    )
+                )
     return results
 
 
@@ -158,15 +174,21 @@ def _checked_labels(folder: Folder, shots: int) -> Tensor:
     """Classes of the training images."""
     names = class_names(folder.train)
     if class_names(folder.test) != names:
-        raise ValueError(f"{folder.name} has other classes among its test images than among those to learn from.")
+        raise ValueError(
+            f"{folder.name} has other classes among its test images than among those to learn from."
+        )
     labels = torch.tensor([label for _, label in folder.train.reader.samples])
     fewest, name = min(zip(labels.bincount(minlength=len(names)).tolist(), names, strict=True))
     if fewest < shots:
-        raise ValueError(f"{shots} shots are asked for, but class {name} of {folder.name} has {fewest} images.")
+        raise ValueError(
+            f"{shots} shots are asked for, but class {name} of {folder.name} has {fewest} images."
+        )
     return labels
 
 
-def _accuracies(train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], expected: Tensor) -> Tensor:
+def _accuracies(
+    train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], expected: Tensor
+) -> Tensor:
     """Accuracies (kinds, L), from the features (N, D) of each member."""
     num_classes = int(label.max()) + 1
     joint, test_ND = Ridge(torch.cat([*train], 1), label, num_classes), torch.cat([*test], 1)
@@ -175,7 +197,9 @@ def _accuracies(train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], 
     for penalty in PENALTIES:
         scores = [joint.scores(test_ND, penalty)]
         if ridges:
-            scores_MNC = torch.stack([ridge.scores(x_ND, penalty) for ridge, x_ND in zip(ridges, test, strict=True)])
+            scores_MNC = torch.stack(
+                [ridge.scores(x_ND, penalty) for ridge, x_ND in zip(ridges, test, strict=True)]
+            )
             error_M = scores_MNC.new_tensor([ridge.left_out_error(penalty) for ridge in ridges])
             scores += [scores_MNC.sum(0), (scores_MNC / error_M[:, None, None]).sum(0)]
         columns.append((torch.stack(scores).argmax(2) == expected).double().mean(1))
@@ -184,7 +208,10 @@ def _accuracies(train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], 
 
 @torch.inference_mode()
 def _features(
-    named: Sequence[tuple[nn.Module, str]], images: ImageDataset, inference: Inference, indices: Any = None
+    named: Sequence[tuple[nn.Module, str]],
+    images: ImageDataset,
+    inference: Inference,
+    indices: Any = None,
 ) -> tuple[list[Tensor], Tensor]:
     """(N, D) features from each member of each model, and the labels, of all images or some."""
     parts: dict[int, Rows] = defaultdict(Rows)
@@ -192,7 +219,9 @@ def _features(
     for inputs, label in batches([model for model, _ in named], images, inference, indices):
         with inference.autocast():
             members = [_member_features(*each, x) for each, x in zip(named, inputs, strict=True)]
-        for number, feature in enumerate(feature for of_model in members for feature in of_model.unbind(1)):
+        for number, feature in enumerate(
+            feature for of_model in members for feature in of_model.unbind(1)
+        ):
             parts[number].add(feature)
         labels.add(label)
     return [part.tensor() for part in parts.values()], labels.tensor()

@@ -107,8 +107,8 @@ def _check_class_map(images: FolderImages, class_map: str) -> None:
     unused = [name for name in numbers if name not in folders]
     if lacking and unused:  # timm would leave the folder out
         raise ValueError(
-            f"The class map {class_map} lacks {lacking[0]!r}, a folder of {images.reader.root}, and "
-            f"names {unused[0]!r}, which has no images there: correct the name, or remove one."
+            f"The class map {class_map} lacks {lacking[0]!r}, a folder of {images.reader.root}, "
+            f"and names {unused[0]!r}, which has no images there: correct the name, or remove one."
         )
 
 
@@ -117,8 +117,8 @@ def _check_order(images: FolderImages) -> None:
     for first, second in pairwise(images.reader.class_to_idx):
         if natural_key(first) == natural_key(second):
             raise ValueError(
-                f"{images.reader.root} has the classes {first!r} and {second!r}, which timm numbers "
-                "by chance: state the order of all classes with --class-map (class_map=)."
+                f"{images.reader.root} has the classes {first!r} and {second!r}, which timm "
+                "numbers by chance: state the order of all classes with --class-map (class_map=)."
             )
 
 

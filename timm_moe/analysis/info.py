@@ -29,9 +29,10 @@ class ModelInfo:
     members: int  #: members of the ensemble inside the model; each routes its own tokens
     total: int  #: parameters in training
     activated: int  #: parameters that one token passes through in training
-    exported: int | None  #: parameters of the dense model, or None if the experts stay routed in evaluation
-    #: floating-point operations to evaluate one image, in 10^9; a multiply-add counts as two (timm's GMACs are half);
-    #: routed experts take every token K times
+    # : parameters of the dense model, or None if the experts stay routed in evaluation.
+    exported: int | None
+    #: floating-point operations to evaluate one image, in 10^9; a multiply-add counts as two
+    #: (timm's GMACs are half); routed experts take every token K times
     gflops: float
     input_size: tuple[int, ...]  #: (channels, height, width) of that image
 
@@ -51,7 +52,11 @@ class ModelInfo:
     def _experts(self) -> str:
         if not self.moe_layers:
             return "none"
-        layers = f"in each of {len(self.moe_layers)} layers" if len(self.moe_layers) > 1 else "in one layer"
+        layers = (
+            f"in each of {len(self.moe_layers)} layers"
+            if len(self.moe_layers) > 1
+            else "in one layer"
+        )
         text = f"{self.num_experts} {layers}, the model has {self.blocks} blocks"
         if self.exported is not None:  # each token goes to some expert, no matter to which
             return text
@@ -115,14 +120,20 @@ def evaluation_cost(model: nn.Module) -> Cost:
 
 def forward_cost(model: nn.Module, batch: int) -> Cost:
     """Measure the cost of one image of a batch on the meta device, in the model's mode; its weights end frozen."""
-    model.requires_grad_(False)  # FlopCounterMode fails on views of parameters between modules (PiT's class token)
+    # FlopCounterMode fails on views of parameters between modules (PiT's class token).
+    model.requires_grad_(False)
     norms = {torch.ops.aten.native_layer_norm: lambda *_, out_shape, **__: math.prod(out_shape[0])}
     with FlopCounterMode(display=False, custom_mapping=norms) as counter, torch.no_grad():
         model(torch.empty(batch, *model_input_size(model), device="meta"))
-    counts = {str(operator): number / batch for operator, number in counter.get_flop_counts()["Global"].items()}
+    counts = {
+        str(operator): number / batch
+        for operator, number in counter.get_flop_counts()["Global"].items()
+    }
     norm = counts.pop("aten.native_layer_norm", 0)
 
     def macs(*operators: str) -> float:
-        return sum(flops / 2 for name, flops in counts.items() if any(part in name for part in operators))
+        return sum(
+            flops / 2 for name, flops in counts.items() if any(part in name for part in operators)
+        )
 
     return Cost(macs(""), macs("convolution"), macs("bmm", "scaled_dot_product"), norm)

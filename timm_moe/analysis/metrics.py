@@ -1,8 +1,8 @@
 """Metrics of accuracy, calibration and diversity (pBE, arXiv 2110.03360, section 4 and appendix B).
 
-Each one is a torchmetrics ``Metric``. ``update`` takes a batch of labels (B,) and of logits or probabilities (B, C), or
-(B, M, C) of the M members of an ensemble, which predicts the mean of their probabilities. A logit of -inf leaves its
-class out.
+Each one is a torchmetrics ``Metric``. ``update`` takes a batch of labels (B,) and of logits or
+probabilities (B, C), or (B, M, C) of the M members of an ensemble, which predicts the mean of their
+probabilities. A logit of -inf leaves its class out.
 """
 
 from typing import Any
@@ -17,24 +17,33 @@ try:
     from torchmetrics import Metric
     from torchmetrics.functional.classification import binary_auroc, binary_roc
 except ModuleNotFoundError as error:
-    raise ImportError(f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics.") from error
+    raise ImportError(
+        f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics."
+    ) from error
 
 
 def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
     """(B, M, C) log-probabilities of each member from logits or probabilities of shape (B, C) or (B, M, C)."""
     if outputs.ndim not in (2, 3):
-        raise ValueError(f"Outputs must have shape (B, C) or (B, M, C), got {tuple(outputs.shape)}.")
+        raise ValueError(
+            f"Outputs must have shape (B, C) or (B, M, C), got {tuple(outputs.shape)}."
+        )
     tolerance = max(1e-3, torch.finfo(outputs.dtype).eps) if outputs.is_floating_point() else 1e-3
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     outputs = outputs.unsqueeze(1) if outputs.ndim == 2 else outputs
     if from_logits:
         log_p_BMC = outputs.log_softmax(2)
         if log_p_BMC.isnan().any():
-            raise ValueError("Logits must not be NaN or inf, and each image needs one that is not -inf.")
+            raise ValueError(
+                "Logits must not be NaN or inf, and each image needs one that is not -inf."
+            )
         return log_p_BMC
-    if (outputs < 0).any() or not torch.allclose(outputs.sum(2), outputs.new_ones(()), atol=tolerance):
+    if (outputs < 0).any() or not torch.allclose(
+        outputs.sum(2), outputs.new_ones(()), atol=tolerance
+    ):
         raise ValueError(
-            "Probabilities must not be negative or NaN, and must sum to 1; from_logits=True is for logits."
+            "Probabilities must not be negative or NaN, and must sum to 1; from_logits=True is for "
+            "logits."
         )
     return outputs.clamp(min=torch.finfo(outputs.dtype).tiny).log()
 
@@ -42,7 +51,9 @@ def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
 def _check_labels(labels: Tensor, images: int, classes: int) -> None:
     """Raise ValueError unless there is a class, 0 to C - 1, for each image."""
     if labels.shape != (images,):
-        raise ValueError(f"{images} images need labels of shape ({images},), got {tuple(labels.shape)}.")
+        raise ValueError(
+            f"{images} images need labels of shape ({images},), got {tuple(labels.shape)}."
+        )
     if labels.is_floating_point() or labels.is_complex():
         raise ValueError(f"Labels must be whole numbers, got {labels.dtype}.")
     wrong = labels[(labels < 0) | (labels >= classes)]
@@ -65,9 +76,12 @@ class _MeanOverImages(_Metric):
     def __init__(self, from_logits: bool = True, numbers: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
         self.from_logits = from_logits
-        # MetricCollection updates one for all of the metrics that have the same names and first values of states.
+        # MetricCollection updates one for all of the metrics that have the same names and first
+        # values of states.
         self._state = f"{type(self).__name__}_of_{'logits' if from_logits else 'probabilities'}"
-        self.add_state(self._state, torch.zeros(numbers + 1, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state(
+            self._state, torch.zeros(numbers + 1, dtype=torch.float64), dist_reduce_fx="sum"
+        )
 
     def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         """Give the numbers, (B,) or (B, K)."""
@@ -79,7 +93,9 @@ class _MeanOverImages(_Metric):
         images, _, classes = log_p_BMC.shape
         _check_labels(labels, images, classes)
         sums = getattr(self, self._state)
-        sum_K = self.per_image(log_p_BMC, labels.long()).double().reshape(images, len(sums) - 1).sum(0)
+        sum_K = (
+            self.per_image(log_p_BMC, labels.long()).double().reshape(images, len(sums) - 1).sum(0)
+        )
         setattr(self, self._state, sums + torch.cat([sum_K, sum_K.new_full((1,), images)]))
 
     def means(self) -> Tensor:
@@ -117,7 +133,8 @@ class BrierScore(_MeanOverImages):
 class CalibrationError(_MeanOverImages):
     """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability.
 
-    A bin holds its lower bound, and the last one also 1. Outputs of another number of classes are a ValueError.
+    A bin holds its lower bound, and the last one also 1. Outputs of another number of classes are a
+    ValueError.
     """
 
     def __init__(self, num_classes: int, from_logits: bool = True, n_bins: int = 15, **kwargs: Any):
@@ -126,9 +143,13 @@ class CalibrationError(_MeanOverImages):
 
     def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         if log_p_BMC.shape[2] != self.num_classes:
-            raise ValueError(f"Outputs must have {self.num_classes} classes, got {log_p_BMC.shape[2]}.")
+            raise ValueError(
+                f"Outputs must have {self.num_classes} classes, got {log_p_BMC.shape[2]}."
+            )
         confidence, predicted = ensemble_log_probabilities(log_p_BMC).exp().clamp(max=1).max(1)
-        bounds = torch.linspace(0, 1, self.n_bins + 1, device=confidence.device, dtype=confidence.dtype)
+        bounds = torch.linspace(
+            0, 1, self.n_bins + 1, device=confidence.device, dtype=confidence.dtype
+        )
         index = torch.bucketize(confidence, bounds[1:-1], right=True)
         excess = (predicted == labels).double() - confidence.double()
         return F.one_hot(index, self.n_bins) * excess.unsqueeze(1)
@@ -192,7 +213,8 @@ class NormalizedDisagreement(Disagreement):
 
 def separation(confidence: Tensor, ood_confidence: Tensor) -> dict[str, float]:
     """AUROC and FPR at 95 % TPR of probabilities (N,) and (K,), the first of which should be the larger ones."""
-    scores = torch.cat([confidence, ood_confidence]).clamp(max=1)  # torchmetrics takes more, by rounding, for logits
+    # Torchmetrics takes more, by rounding, for logits.
+    scores = torch.cat([confidence, ood_confidence]).clamp(max=1)
     is_in = (torch.arange(len(scores)) < len(confidence)).int()
     false_positives, true_positives, _ = binary_roc(scores, is_in)
     rate = false_positives[true_positives >= 0.95][0]

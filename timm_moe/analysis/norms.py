@@ -11,16 +11,18 @@ from ..convert.blocks import unwrapped
 def norm_divergence(model: nn.Module) -> dict[str, Tensor]:
     """Divergence of the layer norms of all blocks (WideNet, eq. 9), one number for each element.
 
-    Every element of a block's scale (or bias) is compared with every element in the other blocks: with N blocks of
-    width D, ``y_i = 1 / (D N^2) * sum over j, n, m, where n != j, of |scale_ij - scale_mn|``. It measures the spread
-    within a norm too, and is 0 only if all elements are equal.
+    Every element of a block's scale (or bias) is compared with every element in the other blocks:
+    with N blocks of width D,
+    ``y_i = 1 / (D N^2) * sum over j, n, m, where n != j, of |scale_ij - scale_mn|``. It measures
+    the spread within a norm too, and is 0 only if all elements are equal.
 
     Args:
         model: has ``blocks``, as timm's ViTs and all WideNets; perhaps in a wrapper.
 
     Returns:
-        (D,) in float64 on the CPU, by the name of the tensor in a block: ``"norm1.weight"``, ``"norm1.bias"``,
-        ``"norm2.weight"``, ... The paper shows ``norm2``, before the feed-forward network.
+        (D,) in float64 on the CPU, by the name of the tensor in a block: ``"norm1.weight"``,
+        ``"norm1.bias"``, ``"norm2.weight"``, ... The paper shows ``norm2``, before the feed-forward
+        network.
 
     Raises:
         ValueError: if no two blocks have layer norms in the same place, or blocks share a norm.
@@ -35,14 +37,20 @@ def norm_divergence(model: nn.Module) -> dict[str, Tensor]:
         if len(of_blocks) == 1 or len({norm.normalized_shape for norm in of_blocks}) > 1:
             continue
         if len(set(of_blocks)) < len(of_blocks):
-            raise ValueError(f"The blocks of this {type(unwrapped(model)).__name__} share their {place}.")
+            raise ValueError(
+                f"The blocks of this {type(unwrapped(model)).__name__} share their {place}."
+            )
         for name in ("weight", "bias"):
             tensors = [getattr(norm, name) for norm in of_blocks]
             if all(tensor is not None for tensor in tensors):
-                values_ND = torch.stack([tensor.detach().cpu().double().flatten() for tensor in tensors])
+                values_ND = torch.stack(
+                    [tensor.detach().cpu().double().flatten() for tensor in tensors]
+                )
                 divergence[f"{place}.{name}"] = _divergence(values_ND)
     if not divergence:
-        raise ValueError(f"This {type(unwrapped(model)).__name__} has no blocks with layer norms to compare.")
+        raise ValueError(
+            f"This {type(unwrapped(model)).__name__} has no blocks with layer norms to compare."
+        )
     return divergence
 
 
@@ -51,7 +59,8 @@ def _divergence(values_ND: Tensor) -> Tensor:
     blocks, width = values_ND.shape
     everywhere = values_ND.flatten()
     total_D = sum(_distances(own_D, everywhere) - _distances(own_D, own_D) for own_D in values_ND)
-    return torch.as_tensor(total_D).clamp(min=0) / (width * blocks**2)  # rounding may give less than 0
+    # Rounding may give less than 0.
+    return torch.as_tensor(total_D).clamp(min=0) / (width * blocks**2)
 
 
 def _distances(x: Tensor, others: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from torch import Tensor
 class Rows:
     """Rows of a tensor on the CPU, added batch by batch to one piece of memory.
 
-    A tensor of every batch would lie between the large ones that are freed, whose memory then is not given back.
+    A tensor of every batch would lie between the large ones that are freed, whose memory then is
+    not given back.
     """
 
     def __init__(self) -> None:
@@ -21,8 +22,11 @@ class Rows:
         """Add rows (N, ...), which have the same type and shape each time, from any device."""
         end = self._number + len(rows)
         if end > len(self._rows):
-            with torch.inference_mode(False):  # so that rows can be added outside of inference mode too
-                grown = torch.empty(max(end, 2 * len(self._rows)), *rows.shape[1:], dtype=rows.dtype)
+            # So that rows can be added outside of inference mode too.
+            with torch.inference_mode(False):
+                grown = torch.empty(
+                    max(end, 2 * len(self._rows)), *rows.shape[1:], dtype=rows.dtype
+                )
             if self._number:
                 grown[: self._number] = self.tensor()
             self._rows = grown

@@ -42,17 +42,31 @@ def _number(kind: _Type, data: Any = None) -> Any:
 
 
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_NUMPY = {"multiarray.scalar": _number, "multiarray._reconstruct": _Ignored, "numeric._frombuffer": _Ignored}
+_NUMPY = {
+    "multiarray.scalar": _number,
+    "multiarray._reconstruct": _Ignored,
+    "numeric._frombuffer": _Ignored,
+}
 _DATES = ("date", "datetime", "time", "timedelta", "timezone")
-#: For ``torch.serialization.safe_globals``: what takes the place of a class or function, and its name in a file.
+#: For ``torch.serialization.safe_globals``: what takes the place of a class or function, and its
+#: name in a file.
 HARMLESS: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
     (types.SimpleNamespace, "types.SimpleNamespace"),
     (lambda *args: {}, "collections.defaultdict"),  # its items follow
-    *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, set, int, float)),  # made by a defaultdict
+    # Made by a defaultdict.
+    *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, set, int, float)),
     *((getattr(datetime, name), f"datetime.{name}") for name in _DATES),
-    *((lambda *parts: str(PurePath(*parts)), f"pathlib.{place}{name}") for place in ("", "_local.") for name in _PATHS),
-    *((kind, f"numpy.{core}.{name}") for core in ("_core", "core") for name, kind in _NUMPY.items()),
+    *(
+        (lambda *parts: str(PurePath(*parts)), f"pathlib.{place}{name}")
+        for place in ("", "_local.")
+        for name in _PATHS
+    ),
+    *(
+        (kind, f"numpy.{core}.{name}")
+        for core in ("_core", "core")
+        for name, kind in _NUMPY.items()
+    ),
     (_Type, "numpy.dtype"),
     (_Ignored, "numpy.ndarray"),
 ]

@@ -24,8 +24,8 @@ def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict
     """Take a state dict out of a checkpoint: ``state_dict`` or ``state_dict_ema`` of train.py, else other trainers'.
 
     Raises:
-        ValueError: if there is no such state dict, there are several, or a tensor has more elements than the file has
-            for it.
+        ValueError: if there is no such state dict, there are several, or a tensor has more elements
+            than the file has for it.
     """
     weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
     if use_ema and "state_dict_ema" in checkpoint:
@@ -38,7 +38,10 @@ def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict
 def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
     """Return weights; raise ValueError unless they are tensors by name, each with all of its elements in the file."""
     if not isinstance(weights, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+        isinstance(name, str)
+        and isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not value.is_meta
         for name, value in weights.items()
     ):
         raise ValueError(f"{path} has no state dict of tensors.")
@@ -60,7 +63,9 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
-def without_wrapper(weights: dict[str, Tensor], own_names: Iterable[str], path: Path) -> dict[str, Tensor]:
+def without_wrapper(
+    weights: dict[str, Tensor], own_names: Iterable[str], path: Path
+) -> dict[str, Tensor]:
     """Return a model's weights if another framework holds them as a part of its own, e.g. Lightning's ``model.``.
 
     Args:
@@ -74,17 +79,28 @@ def without_wrapper(weights: dict[str, Tensor], own_names: Iterable[str], path: 
     own = {name.partition(".")[0] for name in own_names}
     found = {}
     for prefix in (f"{wrapper}." for wrapper in _WRAPPERS if wrapper not in own):
-        part = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        part = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in weights.items()
+            if name.startswith(prefix)
+        }
         part = clean_state_dict(part)  # the model may have been compiled
         if own <= {name.partition(".")[0] for name in part}:
             found[prefix] = part
     if not found:
         return weights
     if len(found) > 1:
-        raise ValueError(f"{path} holds several models, under {' and '.join(found)}: write the weights of one alone.")
+        raise ValueError(
+            f"{path} holds several models, under {' and '.join(found)}: write the weights of one "
+            "alone."
+        )
     ((prefix, part),) = found.items()
     others = [name for name in weights if not name.startswith(prefix)]
-    left = f"; not taken: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
+    left = (
+        f"; not taken: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
+        if others
+        else ""
+    )
     _logger.info(f"{path} holds the model's weights under {prefix[:-1]}{left}.")
     return part
 
@@ -93,18 +109,31 @@ def _ema_of_other_trainers(checkpoint: Mapping[str, Any], plain: Any, path: Path
     """Return averaged weights: those of Lightning's WeightAveraging, or the only ones with "ema" in a name."""
     if "averaging_state" in checkpoint:  # Lightning has put them in the place of the others
         return plain
-    found = {name: tree for name, tree in _dicts_in(checkpoint) if _EMA.search(name) and _holds_tensors(tree)}
+    found = {
+        name: tree
+        for name, tree in _dicts_in(checkpoint)
+        if _EMA.search(name) and _holds_tensors(tree)
+    }
     names = [name for name in plain if isinstance(name, str)] if isinstance(plain, dict) else []
-    for part in filter(_EMA.search, {name.partition(".")[0] for name in names}):  # of the module that was trained
-        found[part] = {name.removeprefix(f"{part}."): plain[name] for name in names if name.startswith(f"{part}.")}
+    # Of the module that was trained.
+    for part in filter(_EMA.search, {name.partition(".")[0] for name in names}):
+        found[part] = {
+            name.removeprefix(f"{part}."): plain[name]
+            for name in names
+            if name.startswith(f"{part}.")
+        }
     if len(found) != 1:
-        told = ", ".join(shown(name)[1:-1] for name in [*(found or checkpoint)][:20] if isinstance(name, str))
+        told = ", ".join(
+            shown(name)[1:-1] for name in [*(found or checkpoint)][:20] if isinstance(name, str)
+        )
         raise ValueError(
-            f"{path} has {'several' if found else 'no'} EMA weights that are known, but {told}: write the weights to "
-            "take to a file of their own. (train.py writes state_dict_ema with --model-ema.)"
+            f"{path} has {'several' if found else 'no'} EMA weights that are known, but {told}: "
+            "write the weights to take to a file of their own. (train.py writes state_dict_ema "
+            "with --model-ema.)"
         )
     (weights,) = found.values()
-    held = [name for name in weights if name.startswith("module.")]  # an AveragedModel counts its updates, too
+    # An AveragedModel counts its updates, too.
+    held = [name for name in weights if name.startswith("module.")]
     return {name: weights[name] for name in held or weights}
 
 
@@ -115,15 +144,21 @@ def _dicts_in(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]
     """
     found: list[tuple[str, dict[str, Any]]] = []
     seen: set[int] = set()
-    level: list[tuple[str, Any]] = [(name, tree) for name, tree in checkpoint.items() if isinstance(name, str)]
+    level: list[tuple[str, Any]] = [
+        (name, tree) for name, tree in checkpoint.items() if isinstance(name, str)
+    ]
     for _ in range(4):
-        dicts = [(name, tree) for name, tree in level if isinstance(tree, dict) and id(tree) not in seen]
+        dicts = [
+            (name, tree) for name, tree in level if isinstance(tree, dict) and id(tree) not in seen
+        ]
         level = []
         for name, tree in dicts:
             seen.add(id(tree))
             found.append((name, tree))
             if not (_EMA.search(name) and _holds_tensors(tree)):
-                level += [(f"{name}.{key}", value) for key, value in tree.items() if isinstance(key, str)]
+                level += [
+                    (f"{name}.{key}", value) for key, value in tree.items() if isinstance(key, str)
+                ]
     return found
 
 

@@ -21,7 +21,8 @@ _ARCHIVE = b"PK\x03\x04"
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read the dictionary in a checkpoint file.
 
-    The tensors of an archive stay in the file until they are used; :func:`require_intact` verifies those.
+    The tensors of an archive stay in the file until they are used; :func:`require_intact` verifies
+    those.
 
     Raises:
         OSError: if the file cannot be opened.
@@ -30,7 +31,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     require_file(path)
     is_archive = _is_archive(path)
     if path.suffix == ".safetensors" and is_archive:
-        raise ValueError(f"{path} was written by torch.save and is no safetensors file: rename it to end in .pth.")
+        raise ValueError(
+            f"{path} was written by torch.save and is no safetensors file: rename it to end in "
+            ".pth."
+        )
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
@@ -44,8 +48,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         needed = _globals_needed(path) if isinstance(error, pickle.UnpicklingError) else []
         if needed:
             raise ValueError(
-                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write its weights to "
-                "a file of their own, by torch.save(model.state_dict(), file)."
+                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write "
+                "its weights to a file of their own, by torch.save(model.state_dict(), file)."
             ) from error
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
     if not isinstance(checkpoint, dict):
@@ -56,7 +60,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def require_intact(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless tensors that were read from a file are those that were written there.
 
-    torch.load ignores the checksums of an archive. Only these tensors are compared with them, not an optimizer's.
+    torch.load ignores the checksums of an archive. Only these tensors are compared with them, not
+    an optimizer's.
     """
     if not _is_archive(path):
         return
@@ -85,7 +90,8 @@ def _check_records(path: Path) -> None:
     """Raise an error unless an archive's records are stored as torch.save does, and all but the tensors are intact."""
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
-            if record.compress_type != zipfile.ZIP_STORED:  # mapped, its bytes would be taken as they are
+            # Mapped, its bytes would be taken as they are.
+            if record.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"The record {record.filename} is compressed.")
             is_tensor = Path(record.filename).parts[1:-1] == ("data",)  # as in last/data/0
             if record.CRC and not is_tensor:

@@ -1,7 +1,8 @@
 """The file format of google-research/vmoe: ``PREFIX.index`` and ``PREFIX.data-00000-of-00008``, all of them msgpack.
 
-The index is a tree of names. Its leaves state the shape of an array, its slices, and the shard of each slice. A shard
-maps the number of an array to its slices. Arrays are numbered in the order of the index.
+The index is a tree of names. Its leaves state the shape of an array, its slices, and the shard of
+each slice. A shard maps the number of an array to its slices. Arrays are numbered in the order of
+the index.
 """
 
 import logging
@@ -53,10 +54,14 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
     """
     prefix = str(prefix).removesuffix(".index")
     if prefix.startswith("gs://"):
-        raise ValueError(f"{prefix} is not on this machine: download its .index and .data files first.")
+        raise ValueError(
+            f"{prefix} is not on this machine: download its .index and .data files first."
+        )
     index_file = Path(f"{prefix}.index")
     if not index_file.is_file():
-        raise FileNotFoundError(f"There is no {index_file}: give the path that the checkpoint's files begin with.")
+        raise FileNotFoundError(
+            f"There is no {index_file}: give the path that the checkpoint's files begin with."
+        )
     with _damage_of(index_file, "no index of a sharded checkpoint"):
         index = _unpack(index_file.read_bytes())
         shard_count = index["shard_count"]
@@ -64,7 +69,11 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
         if not entries:
             raise ValueError
     in_params = any(entry.path.startswith("params/") for entry in entries)
-    wanted = {n: entry for n, entry in enumerate(entries) if entry.path.startswith("params/") or not in_params}
+    wanted = {
+        n: entry
+        for n, entry in enumerate(entries)
+        if entry.path.startswith("params/") or not in_params
+    }
     shard_files = list[Path]()
     for shard in range(shard_count):  # before memory is allocated for sizes that may be false
         file = Path(f"{prefix}.data-{shard:05d}-of-{shard_count:05d}")
@@ -75,9 +84,13 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
             raise ValueError(f"{file} is truncated, or belongs to another index.")
     with _damage_of(index_file, "no index of a sharded checkpoint"):
         for entry in wanted.values():
-            if not tile([part for of_shard in entry.slices.values() for part in of_shard], entry.shape):
+            if not tile(
+                [part for of_shard in entry.slices.values() for part in of_shard], entry.shape
+            ):
                 raise ValueError
-    arrays = {number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in wanted.items()}
+    arrays = {
+        number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in wanted.items()
+    }
     for shard, file in enumerate(shard_files):
         _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
         with _damage_of(file, "belongs to another index"):
@@ -132,7 +145,9 @@ def _size(part: Slices) -> int:
     return math.prod(stop - start for start, stop in part)
 
 
-def _read_shard(content: Any, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor]) -> None:
+def _read_shard(
+    content: Any, shard: int, entries: dict[int, _Entry], arrays: dict[int, Tensor]
+) -> None:
     """Copy the slices in a shard into the arrays."""
     if content.pop(_CHUNKS_MARK) is not True:
         raise ValueError

@@ -1,7 +1,7 @@
 """Load: a file, folder or repository becomes a model in memory.
 
-The four steps are to read the file (``reading``, ``layouts``), to describe its model (``stated``), to build it, first
-without memory for its weights to compare those of the file, and to load them.
+The four steps are to read the file (``reading``, ``layouts``), to describe its model (``stated``),
+to build it, first without memory for its weights to compare those of the file, and to load them.
 """
 
 import logging
@@ -45,7 +45,8 @@ from .stated import (
 
 _logger = logging.getLogger(__name__)
 
-#: Names of the weights in a folder in timm's layout, in order of preference; the first two are the Hub's.
+#: Names of the weights in a folder in timm's layout, in order of preference; the first two are the
+#: Hub's.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 _WEIGHTS_END = (".safetensors", ".pth", ".bin")
 _DEFAULT = "timm's default"
@@ -58,12 +59,14 @@ class ModelSpec:
     """The user's statements about a model; they override the file's.
 
     Attributes:
-        name: registered model name, or ``local-dir:`` or ``hf-hub:`` name of a folder whose config.json describes the
-            model; for files that hold only weights, or were trained from such a folder.
+        name: registered model name, or ``local-dir:`` or ``hf-hub:`` name of a folder whose
+            config.json describes the model; for files that hold only weights, or were trained from
+            such a folder.
         num_classes: size of the classifier.
         kwargs: further arguments of ``timm.create_model``, as in timm's ``--model-kwargs``.
-        preprocessing: of the images, under timm's names: ``img_size`` in pixels, ``mean`` and ``std`` of pixels from 0
-            to 1, ``crop_pct`` as a share of the resized image's side, ``crop_mode``, ``interpolation``.
+        preprocessing: of the images, under timm's names: ``img_size`` in pixels, ``mean`` and
+            ``std`` of pixels from 0 to 1, ``crop_pct`` as a share of the resized image's side,
+            ``crop_mode``, ``interpolation``.
 
     Raises:
         ValueError: if the preprocessing is impossible.
@@ -79,7 +82,10 @@ class ModelSpec:
 
     def args(self) -> dict[str, Any]:
         """Return the arguments of ``timm.create_model`` that are stated."""
-        return {**({} if self.num_classes is None else {"num_classes": self.num_classes}), **self.kwargs}
+        return {
+            **({} if self.num_classes is None else {"num_classes": self.num_classes}),
+            **self.kwargs,
+        }
 
 
 @dataclass(frozen=True)
@@ -100,31 +106,38 @@ class Origin:
         return self.folder is None and not self.place.startswith("hf-hub:")
 
 
-def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
+def load_source(
+    source: nn.Module | str | Path, spec: ModelSpec | None = None, use_ema: bool = False
+) -> nn.Module:
     """Load the model of a source, with the preprocessing of its training in its config.
 
-    The weights must match the model exactly, with no tensor missing or left over; only a dense network's weights may
-    become every expert's, which is logged. A file's statements never lead to another file or to a request, see
-    :mod:`timm_moe.checkpoints.stated`.
+    The weights must match the model exactly, with no tensor missing or left over; only a dense
+    network's weights may become every expert's, which is logged. A file's statements never lead to
+    another file or to a request, see :mod:`timm_moe.checkpoints.stated`.
 
     Args:
-        source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and weights, as path or
-            ``local-dir:`` name; or an ``hf-hub:`` name.
+        source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and
+            weights, as path or ``local-dir:`` name; or an ``hf-hub:`` name.
         spec: the user's statements about it.
-        use_ema: take the EMA weights of a train.py checkpoint; other sources have one kind of weights, with a warning.
+        use_ema: take the EMA weights of a train.py checkpoint; other sources have one kind of
+            weights, with a warning.
 
     Returns:
-        The model itself, or its :func:`own_copy` with the preprocessing that is stated. Of another source, a new model
+        The model itself, or its :func:`own_copy` with the preprocessing that is stated. Of another
+        source, a new model
         with its :class:`Origin` as ``origin``.
 
     Raises:
         FileNotFoundError: if the source does not exist.
-        ValueError: if the file is damaged, runs code when it is read, does not name its model, states more than it may,
-            lacks the requested EMA weights, or does not fit its model; or if the model cannot take images as stated.
+        ValueError: if the file is damaged, runs code when it is read, does not name its model,
+            states more than it may, lacks the requested EMA weights, or does not fit its model; or
+            if the model cannot take images as stated.
     """
     spec = spec or ModelSpec()
     if use_ema and (isinstance(source, nn.Module) or not Path(source).is_file()):
-        _warn_of_one_kind(f"This {type(source).__name__}" if isinstance(source, nn.Module) else str(source))
+        _warn_of_one_kind(
+            f"This {type(source).__name__}" if isinstance(source, nn.Module) else str(source)
+        )
     if isinstance(source, nn.Module):
         return own_copy(source, spec) if spec.preprocessing else source
     name = f"local-dir:{source}" if Path(source).is_dir() else str(source)
@@ -132,7 +145,8 @@ def load_source(source: nn.Module | str | Path, spec: ModelSpec | None = None, u
         return _load_folder(name, spec)
     if not Path(name).exists():
         raise FileNotFoundError(
-            f"{name} is neither a file nor a folder; a repository on the Hub is written hf-hub:user/name."
+            f"{name} is neither a file nor a folder; a repository on the Hub is written "
+            "hf-hub:user/name."
         )
     return _load_file(Path(name), spec, use_ema)
 
@@ -154,7 +168,8 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
         use_ema: has no effect but a warning.
 
     Raises:
-        ValueError: if its weights are not all here, or something is stated that only models of timm have.
+        ValueError: if its weights are not all here, or something is stated that only models of timm
+            have.
     """
     model = unwrapped(model)
     require_weights(model)
@@ -163,7 +178,9 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
     vars(model).pop("origin", None)
     if not is_of_timm(model) and (use_ema or spec not in (None, ModelSpec())):
         name = "use_ema" if use_ema else "spec"
-        raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
+        raise ValueError(
+            f"{name} has no meaning for this {type(model).__name__}, which timm did not make."
+        )
     if use_ema:
         _warn_of_one_kind(f"This {type(model).__name__}")
     if spec is not None:
@@ -172,7 +189,10 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
 
 
 def _warn_of_one_kind(name: str) -> None:
-    _logger.warning(f"{name} has one kind of weights, which are taken: EMA weights are in train.py's checkpoints.")
+    _logger.warning(
+        f"{name} has one kind of weights, which are taken: EMA weights are in train.py's "
+        "checkpoints."
+    )
 
 
 # --- files
@@ -185,7 +205,9 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         trained = args_of_train_py(checkpoint)
         train_args = trained or ({} if spec.name else args_of_import(path))
     name = spec.name or _stated_name(train_args, path)
-    blueprint, weights, missing = _first_fitting(name, _describe_file(name, train_args, spec, path), weights, path)
+    blueprint, weights, missing = _first_fitting(
+        name, _describe_file(name, train_args, spec, path), weights, path
+    )
     # A dense checkpoint has no routers: they stay as drawn.
     model = _loaded(blueprint, weights, path, is_whole=not missing)
     _warn_of_untrained_routers(model, weights, path, name)
@@ -197,7 +219,9 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     _keep_args_of_images(model, train_args, path)
     # Class names may belong to the folder or repository that training started from.
     cfg = get_pretrained_cfg(model)
-    set_pretrained_cfg(model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")})
+    set_pretrained_cfg(
+        model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")}
+    )
     model.origin = Origin(  # type: ignore[assignment]
         str(path),
         train_args=trained,
@@ -208,7 +232,9 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     return model
 
 
-def _describe_file(name: str, train_args: Mapping[str, Any], spec: ModelSpec, path: Path) -> list[Blueprint]:
+def _describe_file(
+    name: str, train_args: Mapping[str, Any], spec: ModelSpec, path: Path
+) -> list[Blueprint]:
     """List what train.py may have made of its arguments; for the images' size first, if that is no argument itself."""
     blueprint = _blueprint(name, spec)
     with _train_args_of(path):
@@ -240,7 +266,9 @@ def _first_fitting(
             problems.append(error)
     if isinstance(problems[0], ValueError):
         raise problems[0]
-    raise ValueError(f"The weights in {path} do not fit {name}: {first_problem(problems[0])}") from problems[0]
+    raise ValueError(
+        f"The weights in {path} do not fit {name}: {first_problem(problems[0])}"
+    ) from problems[0]
 
 
 @contextmanager
@@ -248,7 +276,9 @@ def _train_args_of(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"The model's arguments in {path} are damaged: {describe(error)}") from error
+        raise ValueError(
+            f"The model's arguments in {path} are damaged: {describe(error)}"
+        ) from error
 
 
 def _stated_name(train_args: dict[str, Any], path: Path) -> str:
@@ -257,15 +287,30 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
     if name.startswith(SOURCE_PREFIXES) or ":" in name or "/" in name:
-        flag = "--model hf-hub:NAME" if name.startswith(("hf-hub:", "hf_hub:")) else "--model local-dir:FOLDER"
-        raise ValueError(f"{path} leads to {name[:80]!r}, as no file may: say yourself where it is, with {flag}.")
+        flag = (
+            "--model hf-hub:NAME"
+            if name.startswith(("hf-hub:", "hf_hub:"))
+            else "--model local-dir:FOLDER"
+        )
+        raise ValueError(
+            f"{path} leads to {name[:80]!r}, as no file may: say yourself where it is, with {flag}."
+        )
     return name
 
 
-def _warn_of_untrained_routers(model: nn.Module, weights: Mapping[str, Tensor], path: Path, name: str) -> None:
-    learned = [f"{layer_path}.router." for layer_path, layer in moe_layers(model).items() if layer.router.state_dict()]
+def _warn_of_untrained_routers(
+    model: nn.Module, weights: Mapping[str, Tensor], path: Path, name: str
+) -> None:
+    learned = [
+        f"{layer_path}.router."
+        for layer_path, layer in moe_layers(model).items()
+        if layer.router.state_dict()
+    ]
     if learned and not any(key.startswith(tuple(learned)) for key in weights):
-        _logger.warning(f"{path} holds a dense model: the routers of {name} are untrained, its experts made of it.")
+        _logger.warning(
+            f"{path} holds a dense model: the routers of {name} are untrained, its experts made of "
+            "it."
+        )
 
 
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
@@ -276,11 +321,15 @@ def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Pat
     mode = kept.get("input_img_mode")
     if mode not in (None, "RGB", "L"):
         _logger.warning(
-            f"The images of {path} have the mode {mode!r} (train.py's arguments), which config.json cannot state: "
-            "with an exported model, pass --input-img-mode to timm's scripts again."
+            f"The images of {path} have the mode {mode!r} (train.py's arguments), which "
+            "config.json cannot state: with an exported model, pass --input-img-mode to timm's "
+            "scripts again."
         )
     if train_args.get("naflex_loader"):
-        _logger.warning(f"{path} was trained with --naflex-loader: here its images are cropped to one size instead.")
+        _logger.warning(
+            f"{path} was trained with --naflex-loader: here its images are cropped to one size "
+            "instead."
+        )
 
 
 # --- folders and repositories
@@ -299,7 +348,9 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
     described = blueprint.pretrained_cfg or {}
-    origins = {key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)}
+    origins = {
+        key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)
+    }
     _prepare(model, spec, origins, name, blueprint.architecture)
     place = name.removeprefix("local-dir:")
     model.origin = Origin(place, folder_of(name), recorded=blueprint.recorded)  # type: ignore[assignment]
@@ -312,8 +363,8 @@ def require_config(folder: Path) -> None:
         raise FileNotFoundError(f"There is no folder {folder}.")
     if not (folder / "config.json").exists():
         raise FileNotFoundError(
-            f"The folder {folder} has no config.json: name a checkpoint or a file of weights in it instead, and "
-            "for weights alone their --model."
+            f"The folder {folder} has no config.json: name a checkpoint or a file of weights in it "
+            "instead, and for weights alone their --model."
         )
 
 
@@ -357,7 +408,9 @@ def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
 
 def _create(blueprint: Blueprint) -> nn.Module:
     args = {option: value for option, value in blueprint.args.items() if value is not None}
-    return timm.create_model(blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **args)
+    return timm.create_model(
+        blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **args
+    )
 
 
 def _fitted(
@@ -376,8 +429,10 @@ def _fitted(
         The weights by the model's names, and the names of those that are missing, a router's.
 
     Raises:
-        RuntimeError: of load_state_dict, if the weights have other names or shapes than the model's.
-        ValueError: if the model cannot be created, or the weights are of another kind or of some layers only.
+        RuntimeError: of load_state_dict, if the weights have other names or shapes than the
+            model's.
+        ValueError: if the model cannot be created, or the weights are of another kind or of some
+            layers only.
     """
     try:
         with weightless():
@@ -395,10 +450,13 @@ def _fitted(
     return taken, expected.keys() - taken.keys()
 
 
-def _loaded(blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_whole: bool = True) -> nn.Module:
+def _loaded(
+    blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_whole: bool = True
+) -> nn.Module:
     """Create a model and load the weights, which fit it; what they lack, unless they are whole, is drawn.
 
-    The model is not the one that was compared: buffers that no file holds have their values from the constructor.
+    The model is not the one that was compared: buffers that no file holds have their values from
+    the constructor.
     """
     require_intact(path, weights)
     with quick_init() if is_whole else nullcontext():
@@ -415,21 +473,29 @@ def _not_created(name: str, error: Exception) -> ValueError:
 def first_problem(error: Exception) -> str:
     """Return the first problem that a load_state_dict lists, or the error itself."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[1][:300] if len(lines) > 1 and lines[0].startswith("Error(s) in loading") else describe(error)
+    return (
+        lines[1][:300]
+        if len(lines) > 1 and lines[0].startswith("Error(s) in loading")
+        else describe(error)
+    )
 
 
-def _prepare(model: nn.Module, spec: ModelSpec, origins: dict[str, str], source: str, architecture: str) -> None:
+def _prepare(
+    model: nn.Module, spec: ModelSpec, origins: dict[str, str], source: str, architecture: str
+) -> None:
     """Write the user's preprocessing to the model's config, and log all of it by ``origins``."""
     origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing), "stated")
     by_origin: dict[str, list[str]] = {}
     for key, value in preprocessing(model).items():
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
         by_origin.setdefault(origins[key], []).append(f"{key} {text}")
-    shown_entries = "; ".join(f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items())
+    shown_entries = "; ".join(
+        f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items()
+    )
     _logger.info(f"Images for {source}: {shown_entries}.")
     guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == _DEFAULT]
     if guessed:
         _logger.warning(
-            f"{source} does not say how images were prepared in its training; what timm has for {architecture} is a "
-            f"guess: state {', '.join(guessed)}."
+            f"{source} does not say how images were prepared in its training; what timm has for "
+            f"{architecture} is a guess: state {', '.join(guessed)}."
         )

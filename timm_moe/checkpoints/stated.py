@@ -1,8 +1,9 @@
 """Describe: what a file may state of its model, a registered architecture and plain values for its constructor.
 
-A checkpoint or config.json may come from anyone, and timm's factory takes more than an architecture needs: where to
-fetch weights and where to keep them, further files to read, functions and classes. None of that is taken from a file,
-so no file leads to another file or to the network. What the user states is not restricted.
+A checkpoint or config.json may come from anyone, and timm's factory takes more than an architecture
+needs: where to fetch weights and where to keep them, further files to read, functions and classes.
+None of that is taken from a file, so no file leads to another file or to the network. What the user
+states is not restricted.
 """
 
 import functools
@@ -28,17 +29,22 @@ from ..models.registered import check_registered
 
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
-#: Entry of config.json that holds the history of weights, with their digest: transformers keeps it beside others.
+#: Entry of config.json that holds the history of weights, with their digest: transformers keeps it
+#: beside others.
 ENTRY = "timm_moe"
 #: Options that entrypoints handle themselves.
 _ENTRYPOINT_OPTIONS = ("official_compat", "bn_eps")
-#: Arguments of constructors that do not describe an architecture: they lead to files, functions, classes and devices.
+#: Arguments of constructors that do not describe an architecture: they lead to files, functions,
+#: classes and devices.
 _NO_ARCHITECTURE = re.compile(
     r"self|cfg|cache_dir|url|file|state_dict|features_only|device|dtype"
     r"|(pretrained|checkpoint).*|.*_(fn|cls|cfg|path|file)"
 )
-#: Entries of timm's pretrained configs that say where weights are or how they are changed in loading.
-_SOURCES = re.compile("url|file|state_dict|hf_hub_id|hf_hub_filename|source|architecture|custom_load|label_offset")
+#: Entries of timm's pretrained configs that say where weights are or how they are changed in
+#: loading.
+_SOURCES = re.compile(
+    "url|file|state_dict|hf_hub_id|hf_hub_filename|source|architecture|custom_load|label_offset"
+)
 _ENTRIES = [entry.name for entry in fields(PretrainedCfg) if not _SOURCES.fullmatch(entry.name)]
 
 
@@ -47,8 +53,10 @@ class Blueprint:
     """The architecture and arguments of a model."""
 
     architecture: str  #: registered name, perhaps with a tag
-    args: dict[str, Any] = field(default_factory=dict)  #: for its constructor; None leaves one to timm
-    pretrained_cfg: dict[str, Any] | None = None  #: timm's config of the weights; by default the registered one
+    # : for its constructor; None leaves one to timm.
+    args: dict[str, Any] = field(default_factory=dict)
+    # : timm's config of the weights; by default the registered one.
+    pretrained_cfg: dict[str, Any] | None = None
     recorded: Any = None  #: what an export has written of the training, for its own reading
 
 
@@ -59,7 +67,11 @@ def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
     if not isinstance(architecture, str):
         raise ValueError("it states no architecture of timm.")
     check_registered(architecture)
-    args = {name: value for name, value in (config.get("model_args") or {}).items() if name not in overridden}
+    args = {
+        name: value
+        for name, value in (config.get("model_args") or {}).items()
+        if name not in overridden
+    }
     check_arguments(architecture, args, "config.json")
     cfg = _pretrained_cfg(config, args.get("num_classes"))
     args = {"num_classes": cfg.get("num_classes"), **args}  # even if 0, for which ViMoE takes 1000
@@ -73,11 +85,20 @@ def _refuse_constant(text: str) -> None:
 def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
     cfg = config.get("pretrained_cfg", config)  # the older layout has its entries at the top
     older = {"label_names": config.get("labels")} if cfg is config else {}
-    above = {name: config.get(name) for name in ("num_classes", "label_names", "label_descriptions")}
-    given = {name: value for entries in (older, cfg, above) for name, value in entries.items() if value is not None}
+    above = {
+        name: config.get(name) for name in ("num_classes", "label_names", "label_descriptions")
+    }
+    given = {
+        name: value
+        for entries in (older, cfg, above)
+        for name, value in entries.items()
+        if value is not None
+    }
     known = {name: value for name, value in given.items() if name in _ENTRIES}
     if num_classes is not None and known.get("num_classes") not in (None, num_classes):
-        raise ValueError(f"it states both num_classes={shown(known['num_classes'])} and {shown(num_classes)}.")
+        raise ValueError(
+            f"it states both num_classes={shown(known['num_classes'])} and {shown(num_classes)}."
+        )
     for name, value in known.items():
         if not (_is_labels(value) if name.startswith("label_") else _is_plain(value)):
             raise ValueError(f"it states {name}={shown(value)}.")
@@ -97,7 +118,11 @@ def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     A pickle may hold one list in another many times over, and its text would have no end.
     """
     args = checkpoint.get("args")
-    return {name: _flattened(value) for name, value in vars(args).items()} if isinstance(args, Namespace) else {}
+    return (
+        {name: _flattened(value) for name, value in vars(args).items()}
+        if isinstance(args, Namespace)
+        else {}
+    )
 
 
 def args_of_import(path: Path) -> dict[str, Any]:
@@ -124,7 +149,8 @@ def _flattened(value: Any, levels: int = 2) -> Any:
 def model_arguments(train_args: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the arguments with which train.py created its model, and the size of its images or None.
 
-    Newer train.py creates models of a fixed size for the size of the images, older train.py does not.
+    Newer train.py creates models of a fixed size for the size of the images, older train.py does
+    not.
     """
     input_size = train_args.get("input_size")
     used = {
@@ -143,26 +169,35 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
     for name, value in stated.items():
         if name not in allowed:
             raise ValueError(
-                f"{origin} states the argument {shown(name)[1:-1]} for {architecture}, which is none of its "
-                "architecture: if you know it and want it, state it yourself with --model-kwargs."
+                f"{origin} states the argument {shown(name)[1:-1]} for {architecture}, which is "
+                "none of its architecture: if you know it and want it, state it yourself with "
+                "--model-kwargs."
             )
         if not _is_plain(value):
-            raise ValueError(f"{origin} states {name}={shown(value)}: a file may state only numbers, words and lists.")
+            raise ValueError(
+                f"{origin} states {name}={shown(value)}: a file may state only numbers, words and "
+                "lists."
+            )
 
 
 def _is_plain(value: Any) -> bool:
     """Tell if a value is a number, a word, or a list of them."""
     parts = value if isinstance(value, (list, tuple)) else [value]
-    return all(is_single(part) and not (isinstance(part, float) and not math.isfinite(part)) for part in parts)
+    return all(
+        is_single(part) and not (isinstance(part, float) and not math.isfinite(part))
+        for part in parts
+    )
 
 
 def architecture_arguments(architecture: str) -> frozenset[str]:
     """Return the names of the arguments that describe a registered model.
 
-    They are this package's options and the constructor arguments of the model and config classes in the module of its
-    entrypoint. The class that is built refuses those that it does not take.
+    They are this package's options and the constructor arguments of the model and config classes in
+    the module of its entrypoint. The class that is built refuses those that it does not take.
     """
-    names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(moe_options(), _ENTRYPOINT_OPTIONS)
+    names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(
+        moe_options(), _ENTRYPOINT_OPTIONS
+    )
     return frozenset(name for name in names if not _NO_ARCHITECTURE.fullmatch(name))
 
 

@@ -1,6 +1,7 @@
 """Swin-MoE checkpoints (microsoft/Swin-Transformer, Tutel): the files of all processes become one, under timm's names.
 
-Names in shapes: R processes (ranks), e experts or parts of one in a file, E experts, D width, H hidden width, h heads.
+Names in shapes: R processes (ranks), e experts or parts of one in a file, E experts, D width, H
+hidden width, h heads.
 """
 
 import math
@@ -31,23 +32,29 @@ _ROUTER = {
     "temperature": "log_scale",
 }
 _PARTS = ("fc1_w", "fc1_bias", "fc2_w")
-#: Buffers that timm computes, and what the position biases and the number of experts are computed from.
-_COMPUTED = re.compile(r"\.(relative_position_index|relative_coords_table|attn_mask|cpb_mlp\.\S+|_num_global_experts)$")
+#: Buffers that timm computes, and what the position biases and the number of experts are computed
+#: from.
+_COMPUTED = re.compile(
+    r"\.(relative_position_index|relative_coords_table|attn_mask|cpb_mlp\.\S+|_num_global_experts)$"
+)
 
 
-def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = False) -> ImportedModel:
+def import_checkpoint(
+    prefix: str | Path, output: str | Path, overwrite: bool = False
+) -> ImportedModel:
     """Write a Swin-MoE checkpoint as a safetensors file for ``timm.create_model(..., checkpoint_path=...)``.
 
     Args:
-        prefix: common beginning of the names of its files: ``.pth.master`` and one ``.pth.rank…`` for each process, or
-            a single ``.pth.global`` or ``.pth``. One without experts becomes a plain Swin of timm.
+        prefix: common beginning of the names of its files: ``.pth.master`` and one ``.pth.rank…``
+            for each process, or a single ``.pth.global`` or ``.pth``. One without experts becomes a
+            plain Swin of timm.
         output: file to write, ending in ``.safetensors``; missing parents are made.
         overwrite: replace a file that exists.
 
     Raises:
         OSError: if a file is missing, exists already, or cannot be written.
-        ValueError: if a file is damaged or would run code, the files do not belong together, or they are no Swin-MoE's
-            or not finite; then nothing is written.
+        ValueError: if a file is damaged or would run code, the files do not belong together, or
+            they are no Swin-MoE's or not finite; then nothing is written.
     """
     output = require_output(output, overwrite)
     rest, ranks = _read(prefix)
@@ -55,7 +62,9 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
         name, kwargs = model_of(rest)
         state_dict = _state_dict(rest, ranks)
     except (LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError("The checkpoint's arrays have other names or shapes than a Swin-MoE's.") from error
+        raise ValueError(
+            "The checkpoint's arrays have other names or shapes than a Swin-MoE's."
+        ) from error
     require_finite(state_dict)
     require_fit(state_dict, name, kwargs, "Swin-MoE")
     return write_imported(output, overwrite, name, kwargs, state_dict)
@@ -72,31 +81,58 @@ def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
     Raises:
         LookupError: if an array is missing or has too few dimensions.
     """
-    blocks = sorted({(int(match[1]), int(match[2])) for name in rest if (match := _BLOCK.match(name))})
+    blocks = sorted(
+        {(int(match[1]), int(match[2])) for name in rest if (match := _BLOCK.match(name))}
+    )
     depths = tuple(Counter(layer for layer, _ in blocks).values())
-    heads = tuple(len(rest[f"layers.{layer}.blocks.0.attn.cpb_mlp.2.weight"]) for layer in range(len(depths)))
-    embed_dim, in_chans, patch_size = (rest["patch_embed.proj.weight"].shape[dim] for dim in range(3))
+    heads = tuple(
+        len(rest[f"layers.{layer}.blocks.0.attn.cpb_mlp.2.weight"]) for layer in range(len(depths))
+    )
+    embed_dim, in_chans, patch_size = (
+        rest["patch_embed.proj.weight"].shape[dim] for dim in range(3)
+    )
     size = dict(embed_dim=embed_dim, depths=depths, num_heads=heads)
-    published = dict(size, depths=(2, 2, 18, 2), num_heads=tuple(embed_dim // 32 * 2**stage for stage in range(4)))
+    published = dict(
+        size,
+        depths=(2, 2, 18, 2),
+        num_heads=tuple(embed_dim // 32 * 2**stage for stage in range(4)),
+    )
     known = {96: "small", 128: "base"}.get(embed_dim) if size == published else None
     window_size = (rest["layers.0.blocks.0.attn.relative_coords_table"].shape[1] + 1) // 2
-    windows = len(rest.get("layers.0.blocks.1.attn_mask", [0]))  # of shifted windows; a single one has no mask
-    kwargs: dict[str, Any] = dict(img_size=math.isqrt(windows) * window_size * patch_size, window_size=window_size)
-    gates = {blocks.index((int(match[1]), int(match[2]))): num_experts for match, num_experts in _gates(rest)}
+    # Of shifted windows; a single one has no mask.
+    windows = len(rest.get("layers.0.blocks.1.attn_mask", [0]))
+    kwargs: dict[str, Any] = dict(
+        img_size=math.isqrt(windows) * window_size * patch_size, window_size=window_size
+    )
+    gates = {
+        blocks.index((int(match[1]), int(match[2]))): num_experts
+        for match, num_experts in _gates(rest)
+    }
     if gates:
         is_cosine = any(name.endswith("sim_matrix") for name in rest)
         from ..models.swin_moe import VARIANTS  # which not every timm has the model for
 
         routing = dict(num_experts=max(gates.values()), score="cosine" if is_cosine else "softmax")
-        variants = {name: variant.args for name, variant in VARIANTS.items() if f"_{known or 'small'}_" in name}
-        name = next((name for name, args in variants.items() if routing.items() <= args.items()), next(iter(variants)))
-        kwargs = {option: x for option, x in {**kwargs, **routing}.items() if x != variants[name][option]}
+        variants = {
+            name: variant.args
+            for name, variant in VARIANTS.items()
+            if f"_{known or 'small'}_" in name
+        }
+        name = next(
+            (name for name, args in variants.items() if routing.items() <= args.items()),
+            next(iter(variants)),
+        )
+        kwargs = {
+            option: x for option, x in {**kwargs, **routing}.items() if x != variants[name][option]
+        }
         kwargs["moe_layers"] = ",".join(map(str, sorted(gates)))
     else:
         name = f"swin_{known or 'small'}_patch4_window7_224"
     if not known:
         kwargs |= size
-    optional = dict(patch_size=(patch_size, 4), in_chans=(in_chans, 3), mlp_ratio=(_mlp_ratio(rest), 4))
+    optional = dict(
+        patch_size=(patch_size, 4), in_chans=(in_chans, 3), mlp_ratio=(_mlp_ratio(rest), 4)
+    )
     kwargs |= {option: value for option, (value, default) in optional.items() if value != default}
     return name, kwargs | dict(num_classes=len(rest["head.weight"]) if "head.weight" in rest else 0)
 
@@ -107,18 +143,31 @@ def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
     files = [Path(f"{base}{suffix}") for suffix in (".master", ".global", "")]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        raise FileNotFoundError(f"There is no {files[0]}: give the path that the checkpoint's files begin with.")
+        raise FileNotFoundError(
+            f"There is no {files[0]}: give the path that the checkpoint's files begin with."
+        )
     weights = _weights(file)
     if file != files[0]:
         experts = {name: tensor for name, tensor in weights.items() if _EXPERTS in name}
-        return {name: tensor for name, tensor in weights.items() if name not in experts}, [experts] if experts else []
+        return {name: tensor for name, tensor in weights.items() if name not in experts}, [
+            experts
+        ] if experts else []
     named = re.compile(re.escape(file.stem) + r"\.rank(\d+)")
-    last = max((int(match[1]) for other in file.parent.iterdir() if (match := named.fullmatch(other.name))), default=0)
+    last = max(
+        (
+            int(match[1])
+            for other in file.parent.iterdir()
+            if (match := named.fullmatch(other.name))
+        ),
+        default=0,
+    )
     ranks: list[Tensors] = []
     for rank in range(last + 1):
         rank_file = Path(f"{base}.rank{rank}")
         if not rank_file.is_file():
-            raise FileNotFoundError(f"{rank_file} is missing: put the files of all processes beside {file}.")
+            raise FileNotFoundError(
+                f"{rank_file} is missing: put the files of all processes beside {file}."
+            )
         ranks.append(_weights(rank_file))
         if _shapes(ranks[-1]) != _shapes(ranks[0]):
             raise ValueError(f"{rank_file} and {base}.rank0 are of different checkpoints.")
@@ -149,7 +198,9 @@ def _gates(rest: Tensors) -> list[tuple[re.Match[str], int]]:
 
 def _mlp_ratio(rest: Tensors) -> float:
     """Return H / D of the blocks without experts, or 4 if there are none."""
-    shape = next((tensor.shape for name, tensor in rest.items() if name.endswith(".mlp.fc1.weight")), (4, 1))
+    shape = next(
+        (tensor.shape for name, tensor in rest.items() if name.endswith(".mlp.fc1.weight")), (4, 1)
+    )
     return shape[0] / shape[1]
 
 
@@ -160,16 +211,24 @@ def _state_dict(rest: Tensors, ranks: Sequence[Tensors]) -> Tensors:
         block = match[0] if (match := _BLOCK.match(name)) else ""
         part = name[len(block) :]
         if part.startswith("attn.cpb_mlp.0.weight"):
-            state_dict[f"{block}attn.relative_position_bias_table"] = _position_bias(rest, f"{block}attn.")
+            state_dict[f"{block}attn.relative_position_bias_table"] = _position_bias(
+                rest, f"{block}attn."
+            )
         if _COMPUTED.search(name):
             continue
         if part == f"{_EXPERTS}fc2_bias":  # frozen, so not a process's own
             _require_zero(name, tensor)
         elif gate := _GATE.match(part):
             own = _ROUTER[part[gate.end() :]]
-            state_dict[f"{block}mlp.router.{own}"] = tensor.mT if part.endswith("sim_matrix") else tensor
+            state_dict[f"{block}mlp.router.{own}"] = (
+                tensor.mT if part.endswith("sim_matrix") else tensor
+            )
         else:
-            moved = re.sub(r"^layers\.(\d+)\.downsample", lambda match: f"layers.{int(match[1]) + 1}.downsample", name)
+            moved = re.sub(
+                r"^layers\.(\d+)\.downsample",
+                lambda match: f"layers.{int(match[1]) + 1}.downsample",
+                name,
+            )
             state_dict[re.sub(r"^head\.", "head.fc.", moved)] = tensor
         if part == "mlp.fc1.weight" and f"{block}mlp.fc2.bias" not in rest:
             state_dict[f"{block}mlp.fc2.bias"] = tensor.new_zeros(tensor.shape[1])
@@ -185,7 +244,9 @@ def _state_dict(rest: Tensors, ranks: Sequence[Tensors]) -> Tensors:
 
 def _position_bias(rest: Tensors, prefix: str) -> Tensor:
     """Compute the (positions, h) biases of the relative positions: two linear layers on their coordinates."""
-    first, bias, second = (rest[f"{prefix}cpb_mlp.{name}"] for name in ("0.weight", "0.bias", "2.weight"))
+    first, bias, second = (
+        rest[f"{prefix}cpb_mlp.{name}"] for name in ("0.weight", "0.bias", "2.weight")
+    )
     coordinates = rest[f"{prefix}relative_coords_table"].to(first.dtype).flatten(0, 2)
     return nn.functional.linear(nn.functional.linear(coordinates, first, bias).relu(), second)
 
@@ -193,22 +254,30 @@ def _position_bias(rest: Tensors, prefix: str) -> Tensor:
 def _joined(block: str, ranks: Sequence[Tensors], num_experts: int, ratio: float) -> Tensors:
     """Join the experts of a block; where there are more processes than experts, each has hidden units of one."""
     parts = {own: [rank[f"{block}{_EXPERTS}{own}"] for rank in ranks] for own in _PARTS}
-    if len(ranks) > 1 and len(torch.stack([part.flatten()[:64] for part in parts["fc1_w"]]).unique(dim=0)) < len(ranks):
-        raise ValueError(f"Two .rank files hold the same experts in {block.rstrip('.')}: one was copied over another.")
+    if len(ranks) > 1 and len(
+        torch.stack([part.flatten()[:64] for part in parts["fc1_w"]]).unique(dim=0)
+    ) < len(ranks):
+        raise ValueError(
+            f"Two .rank files hold the same experts in {block.rstrip('.')}: one was copied over "
+            "another."
+        )
     # (e, H or a part of it, D) of each process
     fc1_w, fc2_w = (torch.cat(parts[own]) for own in ("fc1_w", "fc2_w"))
     dim, hidden = fc1_w.shape[2], round(ratio * fc1_w.shape[2])
     if fc1_w.numel() != num_experts * hidden * dim:
         raise ValueError(
-            f"The {len(ranks)} .rank files do not hold {num_experts} experts of {hidden} hidden units in "
-            f"{block.rstrip('.')}, as the .master file has it: put the files of all processes of one checkpoint there."
+            f"The {len(ranks)} .rank files do not hold {num_experts} experts of {hidden} hidden "
+            f"units in {block.rstrip('.')}, as the .master file has it: put the files of all "
+            "processes of one checkpoint there."
         )
     for rank in ranks:
         if (name := f"{block}{_EXPERTS}fc2_bias") in rank:
             _require_zero(name, rank[name])
     return {
         "fc1.weight": fc1_w.reshape(num_experts, hidden, dim),
-        "fc1.bias": torch.cat([part.flatten() for part in parts["fc1_bias"]]).reshape(num_experts, hidden),
+        "fc1.bias": torch.cat([part.flatten() for part in parts["fc1_bias"]]).reshape(
+            num_experts, hidden
+        ),
         "fc2.weight": fc2_w.reshape(num_experts, hidden, dim).mT,
         "fc2.bias": fc1_w.new_zeros(num_experts, dim),
     }
@@ -216,4 +285,6 @@ def _joined(block: str, ranks: Sequence[Tensors], num_experts: int, ratio: float
 
 def _require_zero(name: str, bias: Tensor) -> None:
     if bias.any():
-        raise ValueError(f"The array {name} is not zero: Swin-MoE's experts have no bias in their last layer.")
+        raise ValueError(
+            f"The array {name} is not zero: Swin-MoE's experts have no bias in their last layer."
+        )

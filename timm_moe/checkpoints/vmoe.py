@@ -33,8 +33,8 @@ def _transposed(kernel: Tensor) -> Tensor:
     return kernel.mT  # (..., in, out) to (..., out, in)
 
 
-#: For each tensor in timm the path in the flax tree, and the function that makes it of the arrays there. The braces are
-#: for query, key and value.
+#: For each tensor in timm the path in the flax tree, and the function that makes it of the arrays
+#: there. The braces are for query, key and value.
 _MODEL: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "cls_token": ("cls", _same),
     "pos_embed": ("Encoder/posembed_input/pos_embedding", _same),
@@ -54,8 +54,14 @@ _PARTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "norm1.weight": ("LayerNorm_0/scale", _same),
     "norm1.bias": ("LayerNorm_0/bias", _same),
     # three of (D, h, d) to (3hd, D), and of (h, d) to (3hd,)
-    "attn.qkv.weight": ("SelfAttention/{}/kernel", lambda *three: torch.cat([part.flatten(1, 2).mT for part in three])),
-    "attn.qkv.bias": ("SelfAttention/{}/bias", lambda *three: torch.cat([part.flatten() for part in three])),
+    "attn.qkv.weight": (
+        "SelfAttention/{}/kernel",
+        lambda *three: torch.cat([part.flatten(1, 2).mT for part in three]),
+    ),
+    "attn.qkv.bias": (
+        "SelfAttention/{}/bias",
+        lambda *three: torch.cat([part.flatten() for part in three]),
+    ),
     "attn.proj.weight": ("SelfAttention/out/kernel", lambda kernel: kernel.flatten(0, 1).mT),
     "attn.proj.bias": ("SelfAttention/out/bias", _same),
     "norm2.weight": ("LayerNorm_1/scale", _same),
@@ -81,17 +87,22 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
     Parameters of a flax ``VisionTransformerMoeEnsemble`` become a ``vmoe_pbe_*`` model's.
 
     Args:
-        params: flat mapping from path (``Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel``) to array (numpy, JAX or
-            torch), with ``params/`` before the paths or without.
+        params: flat mapping from path (``Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel``) to array
+            (numpy, JAX or torch), with ``params/`` before the paths or without.
 
     Raises:
         ValueError: if an array is missing, is not part of the architecture, or has the wrong shape.
     """
     params = {path.removeprefix("params/"): _tensor(array) for path, array in params.items()}
     if not _blocks(params) or "embedding/kernel" not in params:
-        raise ValueError("The checkpoint is no vision transformer of google-research/vmoe: it has no encoder blocks.")
+        raise ValueError(
+            "The checkpoint is no vision transformer of google-research/vmoe: it has no encoder "
+            "blocks."
+        )
     if not _blocks(params, "Moe/"):
-        raise ValueError("The checkpoint is a plain vision transformer: none of its blocks has experts.")
+        raise ValueError(
+            "The checkpoint is a plain vision transformer: none of its blocks has experts."
+        )
     for path, array in params.items():
         if not array.numel():  # its sizes cost the file nothing
             raise ValueError(f"The checkpoint's array {path} is empty.")
@@ -107,16 +118,22 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
             state_dict[name] = convert(*(params[path] for path in paths)).contiguous()
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{path} {tuple(params[path].shape)}" for path in paths)
-            raise ValueError(f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}.") from error
+            raise ValueError(
+                f"The checkpoint's arrays have other shapes than a V-MoE's: {shapes}."
+            ) from error
     require_fit(state_dict, *model_from_flax(params), "V-MoE")
     return state_dict
 
 
-def require_fit(state_dict: Mapping[str, Tensor], name: str, kwargs: dict[str, Any], family: str) -> None:
+def require_fit(
+    state_dict: Mapping[str, Tensor], name: str, kwargs: dict[str, Any], family: str
+) -> None:
     """Raise ValueError unless tensors have the names, shapes and kinds of a model's."""
     expected = weightless_model(name, **kwargs).state_dict()
     for key in sorted(expected.keys() ^ state_dict.keys()):
-        reason = "is missing from the checkpoint" if key in expected else f"has no place in a {family}"
+        reason = (
+            "is missing from the checkpoint" if key in expected else f"has no place in a {family}"
+        )
         raise ValueError(f"The array {key} {reason}.")
     for key, tensor in expected.items():
         if state_dict[key].shape != tensor.shape:
@@ -136,20 +153,32 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: if the arrays do not have the shapes of a V-MoE.
     """
-    shapes = {path.removeprefix("params/"): tuple(np.shape(array)) for path, array in params.items()}
+    shapes = {
+        path.removeprefix("params/"): tuple(np.shape(array)) for path, array in params.items()
+    }
     moe_blocks, depth = sorted(_blocks(shapes, "Moe/")), len(_blocks(shapes))
     try:
-        num_experts, dim, hidden = shapes[f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"]
+        num_experts, dim, hidden = shapes[
+            f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"
+        ]
         patch_size, _, in_chans, _ = shapes["embedding/kernel"]
-        (num_heads,) = {shape[1] for path, shape in shapes.items() if path.endswith("SelfAttention/query/kernel")}
-        (router,) = {shape for path, shape in shapes.items() if path.endswith("Moe/Router/dense/kernel")}
+        (num_heads,) = {
+            shape[1]
+            for path, shape in shapes.items()
+            if path.endswith("SelfAttention/query/kernel")
+        }
+        (router,) = {
+            shape for path, shape in shapes.items() if path.endswith("Moe/Router/dense/kernel")
+        }
         img_size = math.isqrt(shapes["Encoder/posembed_input/pos_embedding"][1] - 1) * patch_size
         num_classes = shapes["head/kernel"][1] if "head/kernel" in shapes else 0
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError("The checkpoint's arrays have other shapes than a V-MoE's.") from error
     size = dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads)
     known = vmoe_variants("vmoe", "V-MoE", {}).items()  # all with a hidden width of 4 D
-    fit = (name for name, model in known if size.items() <= {**model.args, **model.own_size}.items())
+    fit = (
+        name for name, model in known if size.items() <= {**model.args, **model.own_size}.items()
+    )
     registered = next(fit, None) if hidden == 4 * dim else None
     name, kwargs = registered or "vmoe_s32", dict[str, Any]()
     if len(router) == 3:
@@ -160,11 +189,16 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         kwargs["img_size"] = img_size
     if in_chans != 3:
         kwargs["in_chans"] = in_chans
-    kwargs |= dict(num_classes=num_classes, num_experts=num_experts, moe_layers=",".join(map(str, moe_blocks)))
-    return name, kwargs | dict(pre_logits="pre_logits/kernel" in shapes, act_layer="gelu_tanh")  # flax's default GELU
+    kwargs |= dict(
+        num_classes=num_classes, num_experts=num_experts, moe_layers=",".join(map(str, moe_blocks))
+    )
+    # flax's default GELU.
+    return name, kwargs | dict(pre_logits="pre_logits/kernel" in shapes, act_layer="gelu_tanh")
 
 
-def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = False) -> ImportedModel:
+def import_checkpoint(
+    prefix: str | Path, output: str | Path, overwrite: bool = False
+) -> ImportedModel:
     """Write an official checkpoint as a safetensors file for ``timm.create_model(..., checkpoint_path=...)``.
 
     Args:
@@ -174,7 +208,8 @@ def import_checkpoint(prefix: str | Path, output: str | Path, overwrite: bool = 
 
     Raises:
         OSError: if a file is missing, exists already, or cannot be written.
-        ValueError: if the checkpoint is damaged, is no V-MoE or is not finite; then nothing is written.
+        ValueError: if the checkpoint is damaged, is no V-MoE or is not finite; then nothing is
+            written.
     """
     output = require_output(output, overwrite)
     params = read_arrays(prefix)
@@ -206,20 +241,32 @@ def write_imported(
     with written_whole(output) as partial:
         check_writable(output, overwrite)  # another process may have written it meanwhile
         try:
-            save_file(state_dict, partial, {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)})
+            save_file(
+                state_dict,
+                partial,
+                {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)},
+            )
         except SafetensorError as error:  # of a full disk
             raise OSError(f"{output} could not be written: {error}") from error
     return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
 
 
 def _blocks(paths: Iterable[str], part: str = "") -> set[int]:
-    return {int(match[1]) for path in paths if (match := _BLOCK.match(path)) and path.startswith(part, match.end())}
+    return {
+        int(match[1])
+        for path in paths
+        if (match := _BLOCK.match(path)) and path.startswith(part, match.end())
+    }
 
 
 def _sources(params: Mapping[str, Tensor]) -> dict[str, tuple[list[str], Callable[..., Tensor]]]:
     """Return, for every tensor of the model by its name in timm, the paths of its arrays and their conversion."""
     absent = tuple(part for part in _OPTIONAL if not any(path.startswith(part) for path in params))
-    sources = {name: source for name, source in _MODEL.items() if not (absent and source[0].startswith(absent))}
+    sources = {
+        name: source
+        for name, source in _MODEL.items()
+        if not (absent and source[0].startswith(absent))
+    }
     moe_blocks = _blocks(params, "Moe/")
     for block in sorted(_blocks(params)):
         for name, (path, convert) in _PARTS.items():
@@ -227,9 +274,15 @@ def _sources(params: Mapping[str, Tensor]) -> dict[str, tuple[list[str], Callabl
             sources[f"blocks.{block}.{name}"] = (f"Encoder/encoderblock_{block}/{path}", convert)
         if block in moe_blocks:  # (D, E), or an ensemble's (D, M, E/M), to (E, D)
             path = f"Encoder/encoderblock_{block}/Moe/Router/dense/kernel"
-            sources[f"blocks.{block}.mlp.router.weight"] = (path, lambda kernel: kernel.flatten(1).mT)
+            sources[f"blocks.{block}.mlp.router.weight"] = (
+                path,
+                lambda kernel: kernel.flatten(1).mT,
+            )
     return {
-        name: ([path.format(part) for part in ("query", "key", "value")] if "{}" in path else [path], convert)
+        name: (
+            [path.format(part) for part in ("query", "key", "value")] if "{}" in path else [path],
+            convert,
+        )
         for name, (path, convert) in sources.items()
     }
 
@@ -238,7 +291,9 @@ def _tensor(array: Any) -> Tensor:
     if isinstance(array, Tensor):
         return array
     if isinstance(array, Mapping):
-        raise ValueError("The parameters must be a flat mapping: join the names of nested ones by /.")
+        raise ValueError(
+            "The parameters must be a flat mapping: join the names of nested ones by /."
+        )
     array = np.asarray(array)
     if array.dtype.name == "bfloat16":  # ml_dtypes' type, which torch does not take
         return torch.from_numpy(array.astype(np.float32)).bfloat16()

@@ -29,22 +29,26 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
         if not 1 <= number <= len(allowed):
             kind = "odd-numbered blocks" if rule == "last" else "blocks"
             raise ValueError(
-                f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and {len(allowed)}, the number "
-                f"of {kind} with an Mlp."
+                f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and "
+                f"{len(allowed)}, the number of {kind} with an Mlp."
             )
         return list(allowed[number - 1 :: number] if rule == "every" else allowed[-number:])
     if not parts or not all(part.removeprefix("-").isdecimal() for part in parts):
         raise ValueError(
-            f"moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers such as '1,3,5', got {moe_layers!r}."
+            "moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers such as '1,3,5', "
+            f"got {moe_layers!r}."
         )
     blocks = {int(part) for part in parts}
     outside = [block for block in blocks if not 0 <= block < depth]
     if outside:
-        raise ValueError(f"moe_layers names block {outside[0]}, but the model has blocks 0 to {depth - 1}.")
+        raise ValueError(
+            f"moe_layers names block {outside[0]}, but the model has blocks 0 to {depth - 1}."
+        )
     return sorted(blocks)
 
 
-#: Wrappers that hold a model as their ``module``, by class and by the name of a class that would take long to import.
+#: Wrappers that hold a model as their ``module``, by class and by the name of a class that would
+#: take long to import.
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel, AveragedModel, ModelEmaV2, ModelEmaV3)
 _WRAPPERS_BY_NAME = ("FullyShardedDataParallel", "DeepSpeedEngine")
 
@@ -63,25 +67,33 @@ def refuse_wrapped(model: nn.Module, path: str) -> None:
     names = path.split(".")
     around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
     wrappers = [type(module).__name__ for module in around if unwrapped(module) is not module]
-    if any(hasattr(parameter, "placements") for parameter in model.get_submodule(path).parameters()):
+    if any(
+        hasattr(parameter, "placements") for parameter in model.get_submodule(path).parameters()
+    ):
         wrappers.append("fully_shard")
     if wrappers:
         raise ValueError(
-            f"{path} is wrapped already, by {wrappers[0]}, which would not know of the experts: convert the model "
-            "first, then wrap it."
+            f"{path} is wrapped already, by {wrappers[0]}, which would not know of the experts: "
+            "convert the model first, then wrap it."
         )
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
     """Find the expert layers of a model by name, in order: ``{"blocks.1.mlp": MoeMlp, ...}``."""
-    return {name: module for name, module in unwrapped(model).named_modules() if isinstance(module, MoeMlp)}
+    return {
+        name: module
+        for name, module in unwrapped(model).named_modules()
+        if isinstance(module, MoeMlp)
+    }
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Find the experts' parameters, (E, ...), by their names in the model, which may be wrapped."""
     layers = moe_layers(model).values()
     experts = {id(stacked) for layer in layers for _, stacked in layer.named_expert_parameters()}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts
+    }
 
 
 def parameters(module: nn.Module) -> int:
@@ -91,13 +103,16 @@ def parameters(module: nn.Module) -> int:
 def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
     """Count the parameters that a token passes through if it takes this many experts per layer, by default K."""
     return parameters(model) - sum(
-        (layer.num_experts - (experts or layer.router.experts_of_row())) * parameters_of_an_expert(layer)
+        (layer.num_experts - (experts or layer.router.experts_of_row()))
+        * parameters_of_an_expert(layer)
         for layer in moe_layers(model).values()
     )
 
 
 def parameters_of_an_expert(layer: MoeMlp) -> int:
-    return sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
+    return (
+        sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
+    )
 
 
 def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
@@ -114,9 +129,10 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
         taken = not is_plain and next(layer.get_submodule(owner).parameters(), None) is None
         if stacked.shape != shape or taken:
             raise ValueError(
-                f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since a wrapper holds "
-                f"them in flat pieces ({name} should have the shape {tuple(shape)}): FullyShardedDataParallel does; "
-                "take fully_shard (FSDP2) with timm_moe.expert_placement, or work on the whole weights, within "
+                f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since "
+                f"a wrapper holds them in flat pieces ({name} should have the shape "
+                f"{tuple(shape)}): FullyShardedDataParallel does; take fully_shard (FSDP2) with "
+                "timm_moe.expert_placement, or work on the whole weights, within "
                 "FullyShardedDataParallel.summon_full_params or in a model that is not sharded."
             )
     return experts
@@ -130,7 +146,9 @@ def put(model: nn.Module, path: str, old: nn.Module, new: nn.Module) -> None:
     elif isinstance(new, SplitFfn):
         new.restore(model, block)
     else:
-        for name in [name for name, module in model.named_modules(remove_duplicate=False) if module is old]:
+        for name in [
+            name for name, module in model.named_modules(remove_duplicate=False) if module is old
+        ]:
             model.set_submodule(name, new)
 
 

@@ -27,7 +27,8 @@ _KNOWN = (
     *(f"timm.layers.{name}" for name in ("activations", "norm.LayerNorm", "norm.RmsNorm")),
     "timm.models.metaformer.StarReLU",
 )
-#: Largest difference between a row's outputs in two batches, relative to the largest output: float32 rounding.
+#: Largest difference between a row's outputs in two batches, relative to the largest output:
+#: float32 rounding.
 TOLERANCE = 1e-4
 
 
@@ -36,7 +37,11 @@ def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
     check_weights(path, network)
     reason = _unfit(model, network) or _mixing(network)
     if reason:
-        parts = " with ".join(network._modules) if isinstance(network, SplitFfn) else f"a {type(network).__name__}"
+        parts = (
+            " with ".join(network._modules)
+            if isinstance(network, SplitFfn)
+            else f"a {type(network).__name__}"
+        )
         raise ValueError(f"{path}, {parts}, cannot become experts: {reason}.")
 
 
@@ -57,17 +62,28 @@ def check_weights(path: str, network: nn.Module) -> None:
         found = computed_by(module)
         if found:
             what, remedy = found
-            raise ValueError(f"{f'{prefix}.{name}'.strip('.')} {what}, so it cannot become experts: {remedy} first.")
+            raise ValueError(
+                f"{f'{prefix}.{name}'.strip('.')} {what}, so it cannot become experts: {remedy} "
+                "first."
+            )
 
 
 def computed_by(module: nn.Module) -> tuple[str, str] | None:
     """Say what computes the weights of a module and what ends it, or return None."""
-    if type(module).__module__.partition(".")[0] in ("peft", "adapters") or hasattr(module, "lora_A"):
+    if type(module).__module__.partition(".")[0] in ("peft", "adapters") or hasattr(
+        module, "lora_A"
+    ):
         return "has adapters", "merge them by model = model.merge_and_unload()"
     if parametrize.is_parametrized(module):
-        return "is parametrized", "take that off by torch.nn.utils.parametrize.remove_parametrizations"
+        return (
+            "is parametrized",
+            "take that off by torch.nn.utils.parametrize.remove_parametrizations",
+        )
     if "forward" in vars(module):
-        return "has a forward bound to it", "take that off (accelerate.hooks.remove_hook_from_submodules)"
+        return (
+            "has a forward bound to it",
+            "take that off (accelerate.hooks.remove_hook_from_submodules)",
+        )
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, (WeightNorm, SpectralNorm, prune.BasePruningMethod)):
             remedy = "take that off (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
@@ -80,8 +96,12 @@ def row_width(network: nn.Module) -> int:
 
     A network may name its layers in any order, so the widths are tried on the meta device.
     """
-    widths = dict.fromkeys(module.in_features for module in network.modules() if isinstance(module, nn.Linear))
-    memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()}
+    widths = dict.fromkeys(
+        module.in_features for module in network.modules() if isinstance(module, nn.Linear)
+    )
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()
+    }
     probe = copy.deepcopy(network, memo).eval()
     for width in widths:
         with contextlib.suppress(Exception):  # a foreign network may raise anything
@@ -96,7 +116,10 @@ def _unfit(model: nn.Module, network: nn.Module) -> str | None:
         return f"it holds a buffer ({buffer[0]}), of which experts would need one each"
     if not any(isinstance(module, nn.Linear) for module in network.modules()):
         return "it has no torch.nn.Linear that tells the width of its rows"
-    own, first = {id(parameter) for parameter in network.parameters()}, {name for name, _ in model.named_parameters()}
+    own, first = (
+        {id(parameter) for parameter in network.parameters()},
+        {name for name, _ in model.named_parameters()},
+    )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in own and name not in first:
             return f"it is used twice, since its weights are also called {name}"
@@ -127,7 +150,9 @@ def _mixing(network: nn.Module) -> str | None:
                 reason = _wrong_rows(probe.train(training), x)
             except Exception as error:  # a foreign network may raise anything
                 line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                reason = f"it cannot be called with rows (n, width) alone, here {(4, width)} ({line})"
+                reason = (
+                    f"it cannot be called with rows (n, width) alone, here {(4, width)} ({line})"
+                )
             if reason:
                 return reason + " in training mode" * training
         return _wrong_expert(probe.eval(), experts.eval(), x)
@@ -152,7 +177,9 @@ def _wrong_rows(network: nn.Module, x: Tensor) -> str | None:
     if network.training:  # where it may drop whole images at random
         return None
     if not _equal(outputs_of(x).flatten(0, 1), y):
-        return "it mixes rows, so what it makes of a token depends on how many there are of each image"
+        return (
+            "it mixes rows, so what it makes of a token depends on how many there are of each image"
+        )
     if isinstance(network, ResidualFfn) and not network.adds_the_residual(rows):
         return "its last part does more with the residual than to add it"
     return None if _equal(network(rows), network(rows)) else "its outputs are random in eval mode"
@@ -174,4 +201,6 @@ def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]
 
 def _equal(actual: Tensor, expected: Tensor) -> bool:
     tolerance = TOLERANCE * expected.abs().max().item()
-    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=0, atol=tolerance, equal_nan=True)
+    return actual.shape == expected.shape and torch.allclose(
+        actual, expected, rtol=0, atol=tolerance, equal_nan=True
+    )

@@ -39,27 +39,33 @@ def convert_to_moe(
     """Replace the feed-forward networks of some blocks of a model by expert layers, in place.
 
     Args:
-        model: a model of timm (ViT, DeiT, Swin, ...), Hugging Face transformers or torchvision, a model with layers of
-            ``nn.TransformerEncoderLayer``, or any other model if ``modules`` names its networks.
+        model: a model of timm (ViT, DeiT, Swin, ...), Hugging Face transformers or torchvision, a
+            model with layers of ``nn.TransformerEncoderLayer``, or any other model if ``modules``
+            names its networks.
         num_experts: E, the number of experts in each layer.
-        moe_layers: the blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1, 2n-1, ...;
-            ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers, as
-            ``"1,3,5"`` or as integers. By default ``"every-2"``, or all networks that ``modules`` names. A block whose
-            network cannot become experts counts too: a rule leaves it as it is, with a warning; its number is an error.
+        moe_layers: the blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1,
+            2n-1, ...; ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n
+            blocks; or block numbers, as ``"1,3,5"`` or as integers. By default ``"every-2"``, or
+            all networks that ``modules`` names. A block whose network cannot become experts counts
+            too: a rule leaves it as it is, with a warning; its number is an error.
         router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE;
-            ``"expert_choice"``, where each expert chooses its tokens; ``"soft"``, where experts compute mixtures of an
-            image's tokens (Soft MoE); the name of a router registered by :func:`timm_moe.register_router`; a
-            :class:`timm_moe.RouterSpec`; or a callable ``(dim, num_experts)`` -> :class:`timm_moe.layers.Router`.
-        expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse upcycling),
-            ``"independent"`` draws new ones at the scale of the initial weights (for training from scratch), ``"drop"``
-            copies them and draws half of the hidden units of each expert again (Drop-Upcycling).
-        share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E]. By default 0.3 for
-            random partitions; routed experts are averaged only if this or ``share_schedule`` is given (Early EWA).
-        share_schedule: course of the share rate over training: ``"linear"`` (default for random partitions),
-            ``"constant"``, ``"early"`` (default for routed experts) or ``"late"``.
-        modules: the feed-forward networks, if they are unknown or you mean others: a regular expression that matches
-            their names, a list of names, or a predicate ``(name, module) -> bool``. ``moe_layers`` then counts these.
-            Each must treat every row independently; a few rows are run to check it.
+            ``"expert_choice"``, where each expert chooses its tokens; ``"soft"``, where experts
+            compute mixtures of an image's tokens (Soft MoE); the name of a router registered by
+            :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a callable
+            ``(dim, num_experts)`` -> :class:`timm_moe.layers.Router`.
+        expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse
+            upcycling), ``"independent"`` draws new ones at the scale of the initial weights (for
+            training from scratch), ``"drop"`` copies them and draws half of the hidden units of
+            each expert again (Drop-Upcycling).
+        share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E].
+            By default 0.3 for random partitions; routed experts are averaged only if this or
+            ``share_schedule`` is given (Early EWA).
+        share_schedule: course of the share rate over training: ``"linear"`` (default for random
+            partitions), ``"constant"``, ``"early"`` (default for routed experts) or ``"late"``.
+        modules: the feed-forward networks, if they are unknown or you mean others: a regular
+            expression that matches their names, a list of names, or a predicate
+            ``(name, module) -> bool``. ``moe_layers`` then counts these. Each must treat every row
+            independently; a few rows are run to check it.
         expert_dropout: rate of the dropout inside the experts; by default the dense network's.
         options: options of the router and of its layer, as follows.
 
@@ -67,45 +73,55 @@ def convert_to_moe(
         slots_per_expert: mixtures of an image's tokens that each expert computes.
 
     Of ``router="expert_choice"``:
-        capacity_factor, noise_std, gate_mode, group_images: see :class:`timm_moe.layers.ExpertChoiceRouter`.
+        capacity_factor, noise_std, gate_mode, group_images: see
+        :class:`timm_moe.layers.ExpertChoiceRouter`.
 
     Of ``router="top_k"``, ``"expert_choice"`` and routers of other packages:
         shared_expert: add an expert without a gate that every token passes through (ViMoE).
-        shared_init: its initial weights: ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, so that it
+        shared_init: its initial weights: ``"pretrained"``, a copy of the dense network, or
+        ``"zero_out"``, so that it
             adds nothing.
-        expert_width: hidden width of an expert as a fraction 1 / M of the dense network's (fine-grained experts):
+        expert_width: hidden width of an expert as a fraction 1 / M of the dense network's
+        (fine-grained experts):
             expert e is the part e % M of the dense network. There is no averaging then.
 
     Of ``router="top_k"``:
-        top_k, noise_std, capacity_factor, eval_capacity_factor, capacity_multiple, capacity_rounding, batch_priority,
-            group_images, gate_mode: see :class:`timm_moe.layers.TopKRouter`. Write ``"none"`` for no capacity, as
-            timm's ``create_model`` drops options that are None.
-        aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"``, ``"balance_top_k"``,
+        top_k, noise_std, capacity_factor, eval_capacity_factor, capacity_multiple,
+        capacity_rounding, batch_priority,
+            group_images, gate_mode: see :class:`timm_moe.layers.TopKRouter`. Write ``"none"`` for
+            no capacity, as timm's ``create_model`` drops options that are None.
+        aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"``,
+        ``"balance_top_k"``,
             ``"local_entropy"``, ``"global_entropy"`` (LIMoE) or several joined by ``+``.
-        aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for none. In your own
+        aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for
+        none. In your own
             loop, add :func:`timm_moe.auxiliary_loss`.
         z_loss_weight: weight of the loss against large logits, 0.001 in ST-MoE; 0 for none.
-        balance: ``"loss"``, by ``aux_loss``, or ``"bias"``, in its place by a bias on the gates, for the choice alone,
+        balance: ``"loss"``, by ``aux_loss``, or ``"bias"``, in its place by a bias on the gates,
+        for the choice alone,
             which moves by ``bias_rate`` at each optimizer step (arXiv 2408.15664).
-        score: the gates. ``"softmax"`` or ``"sigmoid"`` of products with the rows, or ``"cosine"``: the softmax of
+        score: the gates. ``"softmax"`` or ``"sigmoid"`` of products with the rows, or ``"cosine"``:
+        the softmax of
             scaled cosines (Swin-MoE).
         route_scale: factor of all gates.
-        routing_unit: ``"token"``, or ``"image"``: all tokens of an image follow its class token, the first (ViMoE).
-        ensemble_size: M, members among which the experts are divided; 1 for no ensemble (pBE).
-        ensemble: kind of ensemble. ``"pbe"``: each image is in the batch M times, each member's tokens choose among its
-            experts. Ablations: ``"tiling"``: the same with all experts for all members, which differ by noise alone,
-            also in eval mode; ``"partitioning"``: each image once, each token chooses K experts of each part;
-            ``"multi_head"``: M = K, in the last layer the k-th choice of each token goes to the k-th member. All but
-            ``"partitioning"`` need a model that repeats the images and separates the members' outputs, as
-            ``vmoe_pbe_*`` do.
+        routing_unit: ``"token"``, or ``"image"``: all tokens of an image follow its class token,
+        the first (ViMoE). ensemble_size: M, members among which the experts are divided; 1 for no
+        ensemble (pBE). ensemble: kind of ensemble. ``"pbe"``: each image is in the batch M times,
+        each member's tokens choose among its
+            experts. Ablations: ``"tiling"``: the same with all experts for all members, which
+            differ by noise alone, also in eval mode; ``"partitioning"``: each image once, each
+            token chooses K experts of each part; ``"multi_head"``: M = K, in the last layer the
+            k-th choice of each token goes to the k-th member. All but ``"partitioning"`` need a
+            model that repeats the images and separates the members' outputs, as ``vmoe_pbe_*`` do.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: if an option or its value does not suit the router, or the router the input of a network, the model
-            has no block that can be converted or is wrapped (DDP, torch.compile, ...: convert first), or a network that
-            ``modules`` names cannot be (it mixes rows, holds buffers, is used twice, ...); the model is then unchanged.
+        ValueError: if an option or its value does not suit the router, or the router the input of a
+            network, the model has no block that can be converted or is wrapped (DDP, torch.compile,
+            ...: convert first), or a network that ``modules`` names cannot be (it mixes rows, holds
+            buffers, is used twice, ...); the model is then unchanged.
         TypeError: if no router has an option of that name, or what routes is no ``Router``.
     """
     spec = get_spec(router)
@@ -131,8 +147,9 @@ def convert_to_moe(
         check_share_rate(layer.share_rate, num_experts, parts=layer.parts)
         if layer.router.needs_whole_images and not has_images_first(model, path):
             raise ValueError(
-                f"This router needs the tokens of whole images, but the first dimension of the input of {path} is not "
-                "images: name other moe_layers, take another router or, in torch's encoder layers, batch_first=True."
+                "This router needs the tokens of whole images, but the first dimension of the "
+                f"input of {path} is not images: name other moe_layers, take another router or, in "
+                "torch's encoder layers, batch_first=True."
             )
     for path, layer in layers.items():
         layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
@@ -149,13 +166,15 @@ def _chosen_networks(
     networks = find_networks(model, modules)
     if not any(isinstance(network, nn.Module) for network in networks.values()):
         raise ValueError(
-            f"{type(model).__name__} has no numbered block with an mlp of linear layers that could become experts; "
-            "name its feed-forward networks by modules=..."
+            f"{type(model).__name__} has no numbered block with an mlp of linear layers that could "
+            "become experts; name its feed-forward networks by modules=..."
         )
     if moe_layers is None:
         moe_layers = "every-2" if modules is None else "every-1"
     paths = list(networks)
-    selected = {paths[block]: networks[paths[block]] for block in select_blocks(moe_layers, len(paths))}
+    selected = {
+        paths[block]: networks[paths[block]] for block in select_blocks(moe_layers, len(paths))
+    }
     chosen = {path: ffn for path, ffn in selected.items() if isinstance(ffn, nn.Module)}
     is_rule = isinstance(moe_layers, str) and "-" in moe_layers
     for path, ffn in selected.items():

@@ -13,20 +13,26 @@ from .hooks import remove_hooks
 _logger = logging.getLogger(__name__)
 
 
-def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
+def to_dense(
+    model: nn.Module, method: str = "average", svd_ratio: float | None = None
+) -> nn.Module:
     """Make a new model of stock timm classes with one feed-forward network instead of the experts of each layer.
 
     Args:
-        model: a model with expert layers; it is not changed. Wrappers (DDP, torch.compile, EMA) are taken off.
-        method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``, ``"topk"``,
-            ``"svd"``, ``"random"``; see ``timm_moe.convert.gather``. A shared expert counts as one of the experts.
-            Experts of a part of the hidden units (``expert_width``) are first joined to whole networks.
-        svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by default.
+        model: a model with expert layers; it is not changed. Wrappers (DDP, torch.compile, EMA) are
+            taken off.
+        method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``,
+            ``"topk"``, ``"svd"``, ``"random"``; see ``timm_moe.convert.gather``. A shared expert
+            counts as one of the experts. Experts of a part of the hidden units (``expert_width``)
+            are first joined to whole networks.
+        svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by
+            default.
 
     Raises:
-        ValueError: if the model has no expert layers or holds them in pieces (FSDP), some of its weights are elsewhere
-            (offloaded by accelerate), the method is unknown or does not fit the networks, ``num_experts`` leaves parts
-            over, or ``svd_ratio`` is not above 0 and at most 1.
+        ValueError: if the model has no expert layers or holds them in pieces (FSDP), some of its
+            weights are elsewhere (offloaded by accelerate), the method is unknown or does not fit
+            the networks, ``num_experts`` leaves parts over, or ``svd_ratio`` is not above 0 and at
+            most 1.
     """
     model = unwrapped(model)
     require_weights(model, or_none=True)
@@ -36,7 +42,9 @@ def to_dense(model: nn.Module, method: str = "average", svd_ratio: float | None 
     return to_dense_(copied(model, memo), method, svd_ratio)
 
 
-def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None = None) -> nn.Module:
+def to_dense_(
+    model: nn.Module, method: str = "average", svd_ratio: float | None = None
+) -> nn.Module:
     """Do the work of :func:`to_dense` in place, layer by layer: needs memory for one more dense layer only.
 
     The model has no wrappers. If gathering fails at a later layer, the earlier ones stay dense.
@@ -44,7 +52,9 @@ def to_dense_(model: nn.Module, method: str = "average", svd_ratio: float | None
     gather = get_method(method, svd_ratio)
     layers = moe_layers(model)
     if not layers:
-        raise ValueError(f"This {type(model).__name__} has no expert layers, so it is dense already.")
+        raise ValueError(
+            f"This {type(model).__name__} has no expert layers, so it is dense already."
+        )
     for path in list(layers):
         if method == "svd":  # which takes seconds for every expert
             _logger.info("Gathering %s, %s layers left ...", path, len(layers))
@@ -63,19 +73,23 @@ def require_weights(model: nn.Module, or_none: bool = False) -> None:
 
     ``or_none`` allows a model wholly on the meta device.
     """
-    spread = [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]
+    spread = [
+        name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")
+    ]
     if spread:
         raise ValueError(
-            f"{spread[0]} is spread over processes (FSDP2): call get_model_state_dict(model, options="
-            "StateDictOptions(full_state_dict=True, cpu_offload=True)) of torch.distributed.checkpoint.state_dict in "
-            "all of them, and load what it returns into a model that is not sharded."
+            f"{spread[0]} is spread over processes (FSDP2): call get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+            "torch.distributed.checkpoint.state_dict in all of them, and load what it returns into "
+            "a model that is not sharded."
         )
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     if missing and (is_offloaded or not or_none or len(missing) < len(list(model.parameters()))):
         raise ValueError(
-            f"{missing[0]} has no values here, since it is offloaded or was not loaded: load the whole model, or bring "
-            "offloaded weights back by accelerate.hooks.remove_hook_from_submodules(model)."
+            f"{missing[0]} has no values here, since it is offloaded or was not loaded: load the "
+            "whole model, or bring offloaded weights back by "
+            "accelerate.hooks.remove_hook_from_submodules(model)."
         )
 
 
@@ -83,9 +97,13 @@ def require_weights(model: nn.Module, or_none: bool = False) -> None:
 def swapped_for_dense(model: nn.Module) -> Iterator[None]:
     """Temporarily swap in dense layers; on exit, reinitialise the experts from them.
 
-    So a stock model's own ``init_weights`` initialises experts too. Their parameters stay the same objects.
+    So a stock model's own ``init_weights`` initialises experts too. Their parameters stay the same
+    objects.
     """
-    swaps = [(path, layer, layer.to_ffn(average(layer.stacked_weights()))) for path, layer in moe_layers(model).items()]
+    swaps = [
+        (path, layer, layer.to_ffn(average(layer.stacked_weights())))
+        for path, layer in moe_layers(model).items()
+    ]
     for path, layer, ffn in swaps:
         put(model, path, layer, ffn)
     try:

@@ -15,28 +15,34 @@ from .split import EncoderLayerFfn, ResidualFfn, SplitFfn
 
 _logger = logging.getLogger(__name__)
 
-#: How a user selects networks: a regular expression that matches the whole name, names, or a predicate.
+#: How a user selects networks: a regular expression that matches the whole name, names, or a
+#: predicate.
 Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
-#: In timm, the ``mlp...`` of a numbered block, or of a part of one such as MaxViT's ``attn_grid``. Deeper ones, e.g. of
-#: relative positions, do not map tokens, and a mixer's ``mlp_tokens`` mixes tokens.
+#: In timm, the ``mlp...`` of a numbered block, or of a part of one such as MaxViT's ``attn_grid``.
+#: Deeper ones, e.g. of relative positions, do not map tokens, and a mixer's ``mlp_tokens`` mixes
+#: tokens.
 _TIMM_NAME = re.compile(r"(^|\.)\d+\.(\w+\.)?mlp(?!_tokens)\w*$")
-#: In torchvision and transformers, the ``mlp`` of a numbered block; of two towers, only the image tower's.
+#: In torchvision and transformers, the ``mlp`` of a numbered block; of two towers, only the image
+#: tower's.
 _BLOCK_NAME = re.compile(r"(?!(.*\.)?(text|language)_model\.)(.*[._])?\d+")
 _OTHER_NAME = re.compile(_BLOCK_NAME.pattern + r"\.mlp")
 
 
 def ffn_paths(model: nn.Module) -> list[str]:
     """List the names of the known feed-forward networks, expert layers included, in order."""
-    return [path for path, network in find_networks(model).items() if isinstance(network, nn.Module)]
+    return [
+        path for path, network in find_networks(model).items() if isinstance(network, nn.Module)
+    ]
 
 
 def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str, nn.Module | str]:
     """Find feed-forward networks by name, in order, expert layers included; or why one cannot become experts.
 
-    Without ``modules`` these are the known ones of timm, torchvision, Hugging Face transformers and torch's
-    ``nn.TransformerEncoderLayer``. With it, a name may also be the name of a block whose network is in several modules:
-    an ``nn.TransformerEncoderLayer``, or a block of transformers with ``intermediate`` and ``output``.
+    Without ``modules`` these are the known ones of timm, torchvision, Hugging Face transformers and
+    torch's ``nn.TransformerEncoderLayer``. With it, a name may also be the name of a block whose
+    network is in several modules: an ``nn.TransformerEncoderLayer``, or a block of transformers
+    with ``intermediate`` and ``output``.
 
     Raises:
         ValueError: if no module has a requested name, or one cannot become experts.
@@ -66,7 +72,9 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
 
 
 def _is_of_timm(name: str, module: nn.Module) -> bool:
-    is_known = type(module) in FFN_CLASSES and not any(isinstance(child, nn.Conv2d) for child in module.children())
+    is_known = type(module) in FFN_CLASSES and not any(
+        isinstance(child, nn.Conv2d) for child in module.children()
+    )
     return bool(_TIMM_NAME.search(name)) and (is_known or computed_by(module) is not None)
 
 
@@ -81,7 +89,11 @@ def _first_part(module: nn.Module) -> str:
     if isinstance(module, nn.TransformerEncoderLayer):
         return "linear1" if type(module)._ff_block is nn.TransformerEncoderLayer._ff_block else ""
     is_of_transformers = type(module).__module__.startswith("transformers.")
-    return "intermediate" if is_of_transformers and {"intermediate", "output"} <= module._modules.keys() else ""
+    return (
+        "intermediate"
+        if is_of_transformers and {"intermediate", "output"} <= module._modules.keys()
+        else ""
+    )
 
 
 def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
@@ -92,7 +104,9 @@ def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
         return path, network
     if isinstance(module, nn.TransformerEncoderLayer):
         return path, EncoderLayerFfn(module)
-    takes_residual = "input_tensor" in inspect.signature(module.get_submodule("output").forward).parameters
+    takes_residual = (
+        "input_tensor" in inspect.signature(module.get_submodule("output").forward).parameters
+    )
     return path, (ResidualFfn if takes_residual else SplitFfn)(module, "intermediate", "output")
 
 
@@ -102,7 +116,9 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module | str]:
     for name in matching:
         block = model.get_submodule(name.rpartition(".")[0])
         if _first_part(block) and not isinstance(model.get_submodule(name), MoeMlp):
-            raise ValueError(f"modules names {name}, a part of the network of its block: name the block instead.")
+            raise ValueError(
+                f"modules names {name}, a part of the network of its block: name the block instead."
+            )
     for path, network in places.items():
         outer = next((other for other in places if path.startswith(f"{other}.")), None)
         if outer is not None:
@@ -122,12 +138,15 @@ def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
         names = list(modules)
         missing = [name for name in names if name not in everything]
         if missing:
-            raise ValueError(f"modules names {missing[0]!r}, but this {type(model).__name__} has no module so called.")
+            raise ValueError(
+                f"modules names {missing[0]!r}, but this {type(model).__name__} has no module so "
+                "called."
+            )
     if not names:
         similar = [name for name in everything if isinstance(modules, str) and modules in name]
         example = next(iter([*similar, *everything]), "")
         raise ValueError(
-            f"modules={modules!r} names no module of this {type(model).__name__}. An expression must match a whole "
-            f"name, such as {example!r}."
+            f"modules={modules!r} names no module of this {type(model).__name__}. An expression "
+            f"must match a whole name, such as {example!r}."
         )
     return {name: module for name, module in everything.items() if name in names}

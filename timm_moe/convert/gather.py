@@ -1,7 +1,8 @@
 """Ways to merge many feed-forward networks into one: averaging (EWA) and OneS's gathering (arXiv 2201.10890, 3.2).
 
-Each method takes the stacked tensors of E networks by their dense names: weights (E, out, in), biases and all else
-(E, size). It returns the tensors of one network. Biases are averaged (eq. 7), unless the method says otherwise.
+Each method takes the stacked tensors of E networks by their dense names: weights (E, out, in),
+biases and all else (E, size). It returns the tensors of one network. Biases are averaged (eq. 7),
+unless the method says otherwise.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,32 +30,43 @@ def add(stacked: Weights) -> dict[str, Tensor]:
 def top_units(stacked: Weights) -> dict[str, Tensor]:
     """Strongest hidden units of each expert, H / E of them, side by side (OneS, "Top-K", eq. 8).
 
-    The strength of a unit is the sum of the norms of its weights to and from it. A unit keeps its weights in and out,
-    and its entries of a norm of the hidden units; biases are averaged. If E does not divide H, the first experts give
-    one unit more.
+    The strength of a unit is the sum of the norms of its weights to and from it. A unit keeps its
+    weights in and out, and its entries of a norm of the hidden units; biases are averaged. If E
+    does not divide H, the first experts give one unit more.
 
     Raises:
-        ValueError: unless the network has layers into one hidden layer and one layer, named ``fc2``, out of it.
+        ValueError: unless the network has layers into one hidden layer and one layer, named
+            ``fc2``, out of it.
     """
     if "fc2.weight" not in stacked or stacked["fc2.weight"].ndim != 3:
         raise ValueError("Gathering by top-k needs a network whose last layer is fc2.")
     outward_EDH = stacked["fc2.weight"]
     num_experts, _, hidden = outward_EDH.shape
-    weights = [name for name, tensor in stacked.items() if tensor.ndim == 3 and name != "fc2.weight"]
+    weights = [
+        name for name, tensor in stacked.items() if tensor.ndim == 3 and name != "fc2.weight"
+    ]
     if not weights or any(stacked[name].shape[1] % hidden for name in weights):
         raise ValueError("Gathering by top-k needs layers that lead into the hidden units of fc2.")
     # A gated network has two rows for a unit, in one layer or in two.
     inward = {name: stacked[name].unflatten(1, (-1, hidden)) for name in weights}
     strength_EH = outward_EDH.norm(dim=1) + sum(rows.norm(dim=3).sum(1) for rows in inward.values())
-    sizes = [hidden // num_experts + (expert < hidden % num_experts) for expert in range(num_experts)]
-    kept = [row.topk(size).indices.sort().values for row, size in zip(strength_EH, sizes, strict=True)]
+    sizes = [
+        hidden // num_experts + (expert < hidden % num_experts) for expert in range(num_experts)
+    ]
+    kept = [
+        row.topk(size).indices.sort().values for row, size in zip(strength_EH, sizes, strict=True)
+    ]
 
     def of_kept(tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat([part.index_select(dim, units) for part, units in zip(tensor, kept, strict=True)], dim)
+        return torch.cat(
+            [part.index_select(dim, units) for part, units in zip(tensor, kept, strict=True)], dim
+        )
 
     return {
         **average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3}),
-        **{name: of_kept(tensor, 0) for name, tensor in stacked.items() if name.startswith("norm.")},
+        **{
+            name: of_kept(tensor, 0) for name, tensor in stacked.items() if name.startswith("norm.")
+        },
         **{name: of_kept(rows, 1).flatten(0, 1) for name, rows in inward.items()},
         "fc2.weight": of_kept(outward_EDH, 1),
     }
@@ -63,8 +75,8 @@ def top_units(stacked: Weights) -> dict[str, Tensor]:
 def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
     """Sum of the experts' weights, each at the lowest rank that keeps most of it (OneS, "SVD", eqs. 9-13).
 
-    The largest singular values are kept until they reach ``ratio``, above 0 and at most 1, of the sum of all. With 1
-    this is :func:`add`.
+    The largest singular values are kept until they reach ``ratio``, above 0 and at most 1, of the
+    sum of all. With 1 this is :func:`add`.
 
     Raises:
         ValueError: if the ratio is out of range.
@@ -93,14 +105,17 @@ def _sum_truncated(weight_EOI: Tensor, ratio: float) -> Tensor:
 def random_weights(stacked: Weights) -> dict[str, Tensor]:
     """New weights instead of the experts': OneS's baseline "Switch" (table 1).
 
-    Only the other layers then come from the teacher, as in the distillation of Switch Transformers (arXiv 2101.03961).
-    Weights are drawn as in timm's ViT, with standard deviation 0.02; biases are zero, scales of norms one.
+    Only the other layers then come from the teacher, as in the distillation of Switch Transformers
+    (arXiv 2101.03961). Weights are drawn as in timm's ViT, with standard deviation 0.02; biases are
+    zero, scales of norms one.
     """
     drawn = {}
     for name, tensor in stacked.items():
         drawn[name] = torch.full_like(tensor[0], 0 if name.endswith("bias") else 1)
         if tensor.ndim > 2:
-            drawn[name].copy_(nn.init.trunc_normal_(torch.empty(tensor.shape[1:], device=tensor.device), std=0.02))
+            drawn[name].copy_(
+                nn.init.trunc_normal_(torch.empty(tensor.shape[1:], device=tensor.device), std=0.02)
+            )
     return drawn
 
 
@@ -113,7 +128,8 @@ def get_method(name: str, svd_ratio: float | None = None) -> Callable[[Weights],
     """Look up a method of :data:`METHODS`; ``svd_ratio`` is the ratio of ``"svd"``, by default 0.75.
 
     Raises:
-        ValueError: if there is no such method, or a ratio is given to another method than ``"svd"``.
+        ValueError: if there is no such method, or a ratio is given to another method than
+            ``"svd"``.
     """
     check_choice("method", name, METHODS)
     if svd_ratio is not None and name != "svd":

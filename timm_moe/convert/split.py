@@ -19,9 +19,14 @@ def has_images_first(model: nn.Module, path: str) -> bool:
     """Tell if the first dimension of the input of the network of this name is images, not tokens or parts of images."""
     names = path.split(".")
     outer = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
-    # Each position in MobileViT's patches (of timm, of transformers), and each patch of TNT, is an entry of the batch.
+    # Each position in MobileViT's patches (of timm, of transformers), and each patch of TNT, is an
+    # entry of the batch.
     parts = any(type(module).__name__ in ("MobileVitBlock", "MobileViTLayer") for module in outer)
-    return not (parts or has_tokens_first(outer[-1]) or (is_from(outer[-1], "tnt") and names[-1] == "mlp_in"))
+    return not (
+        parts
+        or has_tokens_first(outer[-1])
+        or (is_from(outer[-1], "tnt") and names[-1] == "mlp_in")
+    )
 
 
 class Function(nn.Module):
@@ -38,8 +43,8 @@ class Function(nn.Module):
 class SplitFfn(nn.Module):
     """The parts of a block that form its feed-forward network, as one module.
 
-    Experts replace the first part; the other parts become identities. ``names`` are those parts in the order in which
-    the block calls them.
+    Experts replace the first part; the other parts become identities. ``names`` are those parts in
+    the order in which the block calls them.
     """
 
     def __init__(self, block: nn.Module, *names: str):
@@ -79,8 +84,8 @@ class AddResidual(nn.Module):
 class ResidualFfn(SplitFfn):
     """A network whose last part also adds the residual, which the block passes to it.
 
-    Models in earlier versions of transformers are built so. The addition is not part of the network. If the last part
-    then normalises the sum, as in BERT, the block cannot be converted.
+    Models in earlier versions of transformers are built so. The addition is not part of the
+    network. If the last part then normalises the sum, as in BERT, the block cannot be converted.
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -99,8 +104,8 @@ class ResidualFfn(SplitFfn):
 class EncoderLayerFfn(SplitFfn):
     """The network of an ``nn.TransformerEncoderLayer``.
 
-    In eval mode torch's fast path computes such a layer, and the encoder around it, from the weights without calling
-    the parts. The fast path is off while experts are installed.
+    In eval mode torch's fast path computes such a layer, and the encoder around it, from the
+    weights without calling the parts. The fast path is off while experts are installed.
     """
 
     def __init__(self, block: nn.TransformerEncoderLayer):
@@ -118,11 +123,16 @@ class EncoderLayerFfn(SplitFfn):
         activation = block.activation  # experts may have got another one
         is_relu = activation is F.relu or isinstance(activation, nn.ReLU)
         is_gelu = activation is F.gelu or isinstance(activation, nn.GELU)
-        block.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0  # as torch does; 0: no fast path
+        # As torch does; 0: no fast path.
+        block.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
         for encoder in _encoders_of(model, block):
             if all(isinstance(layer.linear1, nn.Linear) for layer in encoder.layers):
                 encoder.use_nested_tensor = vars(encoder).pop("use_nested_tensor_when_dense")
 
 
 def _encoders_of(model: nn.Module, block: nn.Module) -> list[Any]:
-    return [part for part in model.modules() if isinstance(part, nn.TransformerEncoder) and block in part.layers]
+    return [
+        part
+        for part in model.modules()
+        if isinstance(part, nn.TransformerEncoder) and block in part.layers
+    ]

@@ -70,9 +70,17 @@ def foreign_facts(written: Written, made: Path, options: PushOptions) -> Facts:
     classifies = library == "transformers" and architecture.endswith("ForImageClassification")
     if library == "transformers":
         module, _, name = architecture.rpartition(".")
-        needed = f"Loading it needs the module `{module}`:" if module else "Plain transformers loads it:"
+        needed = (
+            f"Loading it needs the module `{module}`:" if module else "Plain transformers loads it:"
+        )
         kind = f"A `{architecture}` of Hugging Face transformers{_purpose(config, classifies)}."
-        use = _filled("use_transformers.md", needed=needed, module=module or "transformers", name=name, **place)
+        use = _filled(
+            "use_transformers.md",
+            needed=needed,
+            module=module or "transformers",
+            name=name,
+            **place,
+        )
         tags = ["image-classification"] if classifies else []
     else:
         kind = f"The state dict of a `{architecture}`."
@@ -95,18 +103,24 @@ def _purpose(config: dict[str, Any], classifies: bool) -> str:
     sides = size if isinstance(size, list) else [size, size]
     known = [f"images of {'x'.join(map(str, sides))} pixels"] if size else []
     if classifies:
-        known.append(f"{len(config.get('id2label', 'ab'))} classes")  # two are transformers' default
+        # Two are transformers' default.
+        known.append(f"{len(config.get('id2label', 'ab'))} classes")
     return f" for {' and '.join(known)}" if known else ""
 
 
 def card(facts: Facts, history: History, options: PushOptions) -> str:
     """Return the text of a model card; what the publisher states replaces the history's."""
     experts = facts.experts or history.experts
-    method = None if facts.experts else history.method  # by which one network was made of the experts
-    is_what_was_measured = experts is None or method is None or (experts.mean and method == "average")
+    # By which one network was made of the experts.
+    method = None if facts.experts else history.method
+    is_what_was_measured = (
+        experts is None or method is None or (experts.mean and method == "average")
+    )
     metrics = options.metrics or (history.metrics if is_what_was_measured else {})
     dataset = options.dataset or history.dataset
-    images = options.dataset if options.metrics else dataset or "validation images of the training run"
+    images = (
+        options.dataset if options.metrics else dataset or "validation images of the training run"
+    )
     title = options.repo_id.split("/")[-1]
     on_hub = options.dataset or (history.dataset if history.dataset_on_hub else None)
     if not HUB_NAME.fullmatch(on_hub or ""):
@@ -146,7 +160,9 @@ def card(facts: Facts, history: History, options: PushOptions) -> str:
     return re.sub(r"## \w+\n\n\n+", "", text).rstrip() + "\n"  # without empty sections
 
 
-def _model(facts: Facts, experts: Experts | None, method: str | None, is_what_was_measured: bool) -> str:
+def _model(
+    facts: Facts, experts: Experts | None, method: str | None, is_what_was_measured: bool
+) -> str:
     lines, sizes = [facts.kind], dict(facts.sizes)
     if experts is not None:
         lines += ["", _of_experts(experts, method)]
@@ -154,9 +170,12 @@ def _model(facts: Facts, experts: Experts | None, method: str | None, is_what_wa
             sizes["in training, with experts"] = experts.parameters
     if not is_what_was_measured:
         lines.append(
-            "In training the experts themselves were evaluated: this dense model is another function than theirs."
+            "In training the experts themselves were evaluated: this dense model is another "
+            "function than theirs."
         )
-    return "\n".join([*lines, "", _table(("", "parameters"), {name: f"{n:,}" for name, n in sizes.items()})])
+    return "\n".join(
+        [*lines, "", _table(("", "parameters"), {name: f"{n:,}" for name, n in sizes.items()})]
+    )
 
 
 def _of_experts(experts: Experts, method: str | None) -> str:
@@ -221,4 +240,10 @@ def _table(head: tuple[str, str], rows: dict[str, str]) -> str:
 
 def _filled(template: str, **parts: str) -> str:
     """Fill a template of this folder."""
-    return files(__package__).joinpath(template).read_text(encoding="utf-8").rstrip("\n").format(**parts)
+    return (
+        files(__package__)
+        .joinpath(template)
+        .read_text(encoding="utf-8")
+        .rstrip("\n")
+        .format(**parts)
+    )

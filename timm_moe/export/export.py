@@ -30,13 +30,15 @@ class Export:
 
     Attributes:
         path: folder with ``model.safetensors`` and ``config.json``.
-        architecture: registered name of the stock model, or class of a model that timm did not make.
+        architecture: registered name of the stock model, or class of a model that timm did not
+            make.
         parameters: number of its parameters.
-        largest_difference: largest absolute difference between an output of the source model and of the model that was
-            loaded from the folder, on random images or the caller's inputs. If no dense model computes the source's
-            function, the network made of its experts is the reference. None if there was nothing to compare.
-        exact: whether the dense model computes the source's function in eval mode: it does for the mean of EWA's
-            experts only.
+        largest_difference: largest absolute difference between an output of the source model and of
+            the model that was loaded from the folder, on random images or the caller's inputs. If
+            no dense model computes the source's function, the network made of its experts is the
+            reference. None if there was nothing to compare.
+        exact: whether the dense model computes the source's function in eval mode: it does for the
+            mean of EWA's experts only.
         library: library that loads it: ``"timm"``, ``"transformers"`` or ``"pytorch"``.
     """
 
@@ -60,33 +62,39 @@ def export_dense(
 ) -> Export:
     """Write the dense form of an expert model for ``timm.create_model("local-dir:DIR", pretrained=True)``.
 
-    ``AutoModelForImageClassification.from_pretrained("DIR")`` of Hugging Face transformers loads it too.
+    ``AutoModelForImageClassification.from_pretrained("DIR")`` of Hugging Face transformers loads it
+    too.
 
-    A model of transformers itself is written by its own ``save_pretrained`` for its own ``from_pretrained("DIR")``,
-    without an image processor. Of transformers' wrappers of timm models the inner model is written, as above. Any other
-    module, torchvision's for instance, is written as a state dict, for
-    ``model.load_state_dict(safetensors.torch.load_file("DIR/model.safetensors"))``; config.json names its class.
+    A model of transformers itself is written by its own ``save_pretrained`` for its own
+    ``from_pretrained("DIR")``, without an image processor. Of transformers' wrappers of timm models
+    the inner model is written, as above. Any other module, torchvision's for instance, is written
+    as a state dict, for
+    ``model.load_state_dict(safetensors.torch.load_file("DIR/model.safetensors"))``; config.json
+    names its class.
 
-    A model without expert layers is written unchanged. If timm lacks its class, as for WideNet or shifted patches, it
-    becomes a dense model of this package. The written files are loaded again, by stock timm or the reader named above,
-    and compared with the source before the folder appears under its name. A failure leaves no file behind.
+    A model without expert layers is written unchanged. If timm lacks its class, as for WideNet or
+    shifted patches, it becomes a dense model of this package. The written files are loaded again,
+    by stock timm or the reader named above, and compared with the source before the folder appears
+    under its name. A failure leaves no file behind.
 
     Args:
-        source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name; see
-            :func:`timm_moe.checkpoints.source.load_source`.
+        source: a model, a train.py checkpoint, a safetensors file, a folder or an ``hf-hub:`` name;
+            see :func:`timm_moe.checkpoints.source.load_source`.
         output_dir: folder to write; missing parents are made.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: for ``method="svd"``, see there.
         overwrite: replace the model in a folder that already holds something.
         allow_nonfinite: export weights that contain NaN or Inf.
-        **options: ``spec``, ``use_ema``, ``model_args``, ``license``, ``example_inputs``, ``label_names`` and
-            ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`. A model of transformers that does
-            not state its image size needs ``example_inputs``; other modules are not compared without them.
+        **options: ``spec``, ``use_ema``, ``model_args``, ``license``, ``example_inputs``,
+            ``label_names`` and ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`. A
+            model of transformers that does not state its image size needs ``example_inputs``; other
+            modules are not compared without them.
 
     Raises:
-        ValueError: if the source cannot be read, has no experts for a method but ``"average"``, has a layer that no
-            stock model has, another number of classes than names are given, its weights or outputs are not finite, the
-            stock model does not give the source's outputs, or an option has no meaning for such a model.
+        ValueError: if the source cannot be read, has no experts for a method but ``"average"``, has
+            a layer that no stock model has, another number of classes than names are given, its
+            weights or outputs are not finite, the stock model does not give the source's outputs,
+            or an option has no meaning for such a model.
         TypeError: if there is no option of a name.
         OSError: if the folder is in use or cannot be written.
     """
@@ -95,7 +103,9 @@ def export_dense(
     layout = opened(source, settings, method, allow_nonfinite)
     written = write_dense(layout, target, settings, method, svd_ratio, overwrite, allow_nonfinite)
     architecture, size = architecture_of(written.model), parameters(written.model)
-    return Export(target, architecture, size, written.largest_difference, written.exact, layout.library)
+    return Export(
+        target, architecture, size, written.largest_difference, written.exact, layout.library
+    )
 
 
 def export_moe(
@@ -109,14 +119,16 @@ def export_moe(
 ) -> Path:
     """Write an expert model unchanged for ``timm.create_model("local-dir:DIR", pretrained=True)`` with this package.
 
-    Hugging Face transformers loads it too where this package is installed. The written files are loaded again before
-    the folder appears under its name: the tensors must equal the model's bit for bit, and the outputs on random images
-    must be the same.
+    Hugging Face transformers loads it too where this package is installed. The written files are
+    loaded again before the folder appears under its name: the tensors must equal the model's bit
+    for bit, and the outputs on random images must be the same.
 
     Args:
-        source: an expert model of a registered name, or a file or folder of one, as for :func:`export_dense`.
+        source: an expert model of a registered name, or a file or folder of one, as for
+            :func:`export_dense`.
         output_dir: folder to write; missing parents are made.
-        model_args: arguments that ``timm.create_model`` needs for it, where timm does not record them.
+        model_args: arguments that ``timm.create_model`` needs for it, where timm does not record
+            them.
         overwrite: as for :func:`export_dense`.
         allow_nonfinite: as for :func:`export_dense`.
         **options: the others of :func:`export_dense`, whose errors are raised too.
@@ -131,7 +143,9 @@ def export_moe(
     return target
 
 
-def check_target(output_dir: str | Path, overwrite: bool, source: nn.Module | str | Path | None = None) -> Path:
+def check_target(
+    output_dir: str | Path, overwrite: bool, source: nn.Module | str | Path | None = None
+) -> Path:
     """Return the folder to write to; raise OSError or ValueError if it cannot be used, or the source is there."""
     if str(output_dir).startswith(("hf-hub:", "local-dir:")):
         raise ValueError(f"{output_dir} is a model name, but the output must be a local folder.")
@@ -142,7 +156,9 @@ def check_target(output_dir: str | Path, overwrite: bool, source: nn.Module | st
         check_apart(file, [source])
     check_folder(target, FILES, overwrite=True)
     if not overwrite and holds_something(target):
-        raise FileExistsError(f"{target} is not empty; pass --overwrite (overwrite=True) to replace its model.")
+        raise FileExistsError(
+            f"{target} is not empty; pass --overwrite (overwrite=True) to replace its model."
+        )
     return target
 
 
@@ -150,7 +166,10 @@ def check_target(output_dir: str | Path, overwrite: bool, source: nn.Module | st
 
 
 def opened(
-    source: nn.Module | str | Path, settings: ModelOptions, method: str | None = None, allow_nonfinite: bool = False
+    source: nn.Module | str | Path,
+    settings: ModelOptions,
+    method: str | None = None,
+    allow_nonfinite: bool = False,
 ) -> Format:
     """Load a source, or copy a model in memory, and describe it; see :func:`described`."""
     if isinstance(source, nn.Module):
@@ -162,14 +181,20 @@ def opened(
 
 
 def described(
-    model: nn.Module, settings: ModelOptions, method: str | None = None, allow_nonfinite: bool = False
+    model: nn.Module,
+    settings: ModelOptions,
+    method: str | None = None,
+    allow_nonfinite: bool = False,
 ) -> Format:
     """Check the exporter's own model and describe it for export by a method, or with its experts if that is None.
 
     The layout is to be the only one to hold the model, so that it is freed once it is written.
     """
     if getattr(model, "peft_config", None):
-        raise ValueError(f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() returns.")
+        raise ValueError(
+            f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() "
+            "returns."
+        )
     if not allow_nonfinite:
         require_finite_weights(model)
     history = history_of(model, method)
@@ -182,7 +207,10 @@ def require_finite_weights(model: nn.Module) -> None:
     """Raise ValueError if a weight is NaN or Inf."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and not tensor.isfinite().all():
-            raise ValueError(f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export it.")
+            raise ValueError(
+                f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export "
+                "it."
+            )
 
 
 # --- make dense; write, verify and publish
@@ -209,13 +237,18 @@ def write_dense(
 ) -> Written:
     """Make a described model dense and write it; see :func:`export_dense`.
 
-    Its outputs must be the expert model's if the dense one computes the same function, else the dense one's.
+    Its outputs must be the expert model's if the dense one computes the same function, else the
+    dense one's.
     """
     inputs = inputs_for(layout, settings.example_inputs)
     layers = moe_layers(layout.model)
     exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not exact:
-        _logger.info("What method=%r makes of the experts is another function: a start for further training.", method)
+        _logger.info(
+            "What method=%r makes of the experts is another function: a start for further "
+            "training.",
+            method,
+        )
     expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
@@ -227,7 +260,11 @@ def write_dense(
 
 
 def write_moe(
-    layout: Format, target: Path, settings: ModelOptions, overwrite: bool = False, allow_nonfinite: bool = False
+    layout: Format,
+    target: Path,
+    settings: ModelOptions,
+    overwrite: bool = False,
+    allow_nonfinite: bool = False,
 ) -> Written:
     """Write a described model with its experts; see :func:`export_moe`."""
     _require_registered_experts(layout.model)
@@ -241,12 +278,15 @@ def _require_registered_experts(model: nn.Module) -> None:
         raise ValueError(f"This {type(model).__name__} has no expert layers.")
     if registrar(architecture_of(model)) is None:
         raise ValueError(
-            f"This {type(model).__name__} was converted in memory, so timm could not create it by a name: save its "
-            "state_dict(), and load that into a registered model of timm_moe, or one that was converted alike."
+            f"This {type(model).__name__} was converted in memory, so timm could not create it by "
+            "a name: save its state_dict(), and load that into a registered model of timm_moe, or "
+            "one that was converted alike."
         )
 
 
-def _write(layout: Format, inputs: Any, expected: Any, exact: bool, target: Path, overwrite: bool) -> Written:
+def _write(
+    layout: Format, inputs: Any, expected: Any, exact: bool, target: Path, overwrite: bool
+) -> Written:
     """Write, load, compare and publish the files."""
     with staged(target) as temporary:
         check_target(target, overwrite)  # another process may have written there since
@@ -259,5 +299,6 @@ def _write(layout: Format, inputs: Any, expected: Any, exact: bool, target: Path
         model = layout.read(folder)
         difference = compare(expected, model, inputs)
         names = sorted({file.name for file in folder.iterdir()} - {"config.json"})
-        publish(folder, target, [*ADAPTERS, *names, "config.json"])  # the adapters of an older model go
+        # The adapters of an older model go.
+        publish(folder, target, [*ADAPTERS, *names, "config.json"])
     return Written(layout, model, difference, exact)

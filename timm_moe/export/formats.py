@@ -1,7 +1,7 @@
 """Layouts of a model's folder: timm's, that of Hugging Face transformers, or a state dict of the model's own class.
 
-``write`` puts the files of a model into an empty folder, ``read`` loads them in eval mode and raises ValueError if a
-tensor differs from the written one.
+``write`` puts the files of a model into an empty folder, ``read`` loads them in eval mode and
+raises ValueError if a tensor differs from the written one.
 """
 
 import copy
@@ -55,7 +55,9 @@ class TimmFormat:
         return model_input_size(self.model)
 
     def write(self, folder: Path) -> None:
-        stated: Any = dict(model_config=self.entries, model_args={**untold_args(self.model), **self.model_args})
+        stated: Any = dict(
+            model_config=self.entries, model_args={**untold_args(self.model), **self.model_args}
+        )
         try:
             with self.model.register_state_dict_post_hook(_separate):
                 save_for_hf(self.model, str(folder), **stated, safe_serialization=True)
@@ -63,7 +65,9 @@ class TimmFormat:
             drop_second_num_classes(config)
             _write_config(folder, config, self.history)
         except (TypeError, ValueError) as error:  # of json
-            raise ValueError(f"An argument of the model cannot be written to config.json: {error}") from error
+            raise ValueError(
+                f"An argument of the model cannot be written to config.json: {error}"
+            ) from error
         del self.model  # it need not be in memory beside the one that is read
 
     def read(self, folder: Path) -> nn.Module:
@@ -82,10 +86,15 @@ class TransformersFormat:
     def image_shape(self) -> tuple[int, ...]:
         if self.model.main_input_name == "pixel_values":
             for config in (self.model.config, getattr(self.model.config, "vision_config", None)):
-                size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+                size, channels = (
+                    getattr(config, "image_size", None),
+                    getattr(config, "num_channels", None),
+                )
                 if size and channels:
                     return channels, *((size, size) if isinstance(size, int) else size)
-        raise ValueError("The model's config does not say which images the model takes: pass example_inputs.")
+        raise ValueError(
+            "The model's config does not say which images the model takes: pass example_inputs."
+        )
 
     def write(self, folder: Path) -> None:
         self.model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
@@ -94,7 +103,9 @@ class TransformersFormat:
 
     def read(self, folder: Path) -> nn.Module:
         model = type(self.model).from_pretrained(folder, local_files_only=True).eval()
-        _require_equal(self.model.state_dict(), model.state_dict(), f"{type(model).__name__}.from_pretrained")
+        _require_equal(
+            self.model.state_dict(), model.state_dict(), f"{type(model).__name__}.from_pretrained"
+        )
         return model
 
 
@@ -102,7 +113,8 @@ class TransformersFormat:
 class StateDictFormat:
     """Layout that ``model.load_state_dict(load_file("FOLDER/model.safetensors"))`` reads.
 
-    Its config.json names the class in words that neither timm nor transformers takes for a model of its own.
+    Its config.json names the class in words that neither timm nor transformers takes for a model of
+    its own.
     """
 
     model: nn.Module
@@ -120,7 +132,8 @@ class StateDictFormat:
         save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
         path = architecture_of(self.model)
         library = "torchvision" if path.startswith("torchvision.") else self.library
-        # timm looks up the part of an architecture before a dot, transformers without model_type the folder's name.
+        # timm looks up the part of an architecture before a dot, transformers without model_type
+        # the folder's name.
         stated = {"architecture": f"class {path}", "model_type": "state_dict", "library": library}
         _write_config(folder, {**stated, **self.entries}, self.history)
 
@@ -135,7 +148,9 @@ class StateDictFormat:
 Format = TimmFormat | TransformersFormat | StateDictFormat
 
 
-def layout_of(model: nn.Module, settings: ModelOptions, history: History, method: str | None) -> Format:
+def layout_of(
+    model: nn.Module, settings: ModelOptions, history: History, method: str | None
+) -> Format:
     """Return the layout of a model, and write what the user states to the model's config.
 
     Args:
@@ -149,11 +164,15 @@ def layout_of(model: nn.Module, settings: ModelOptions, history: History, method
     """
     if is_of_timm(model):
         loader = "timm with timm_moe" if method is None else "Stock timm"
-        return TimmFormat(model, history, _describe(model, settings, history), settings.model_args or {}, loader)
+        return TimmFormat(
+            model, history, _describe(model, settings, history), settings.model_args or {}, loader
+        )
     is_foreign = not is_of_transformers(model)
     for name in ("model_args", "label_descriptions", *(["label_names"] if is_foreign else [])):
         if getattr(settings, name) is not None:
-            raise ValueError(f"{name} has no meaning for this {type(model).__name__}, which timm did not make.")
+            raise ValueError(
+                f"{name} has no meaning for this {type(model).__name__}, which timm did not make."
+            )
     entries = {"license": settings.license} if settings.license else {}
     if is_foreign:
         return StateDictFormat(model, history, entries)
@@ -169,12 +188,20 @@ def _describe(model: nn.Module, settings: ModelOptions, history: History) -> dic
     """Write the licence to a timm model's config; return the entries of config.json on its classes."""
     entries, cfg = stated_labels(model, settings), get_pretrained_cfg(model)
     origin: Any = getattr(model, "origin", None)
-    has_config = origin is not None and not origin.is_file  # else the licence is that of other weights
-    license = settings.license or (cfg.get("license") if has_config or history.base is not None else None)
-    stale = ("tag", "license", "label_names", "label_descriptions")  # of the weights that training began from
+    # Else the licence is that of other weights.
+    has_config = origin is not None and not origin.is_file
+    license = settings.license or (
+        cfg.get("license") if has_config or history.base is not None else None
+    )
+    # Of the weights that training began from.
+    stale = ("tag", "license", "label_names", "label_descriptions")
     kept = {name: value for name, value in cfg.items() if name not in stale}
     if not records_arguments():  # nor does timm then write what the model has become
-        kept |= {"input_size": model_input_size(model), "num_classes": model.num_classes, "custom_load": False}
+        kept |= {
+            "input_size": model_input_size(model),
+            "num_classes": model.num_classes,
+            "custom_load": False,
+        }
     set_pretrained_cfg(model, {**kept, **({"license": license} if license else {})})
     if getattr(model, "args_of_images", {}).get("task") == "multilabel":
         entries["problem_type"] = "multi_label_classification"  # for transformers
@@ -185,7 +212,10 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     """Return the entries of config.json that name the classes: the user's, or else the model's own."""
     if settings.label_names is not None:
         if class_map := getattr(model, "args_of_images", {}).get("class_map"):
-            _logger.warning(f"The model was trained with the class map {class_map!r}: names must be in its order.")
+            _logger.warning(
+                f"The model was trained with the class map {class_map!r}: names must be in its "
+                "order."
+            )
         return _checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
     if settings.label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")
@@ -203,19 +233,25 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
 
 
 def _checked_labels(
-    num_classes: Any, label_names: Sequence[str], label_descriptions: Mapping[str, str] | None = None
+    num_classes: Any,
+    label_names: Sequence[str],
+    label_descriptions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the entries of config.json for class names; raise ValueError if they do not fit the number of classes."""
     names = [label_names] if isinstance(label_names, str) else list(label_names)
     if len(names) != num_classes:
-        raise ValueError(f"There are {len(names)} names of classes, but the model has {num_classes} classes.")
+        raise ValueError(
+            f"There are {len(names)} names of classes, but the model has {num_classes} classes."
+        )
     for name in names:
         if not isinstance(name, str) or not name:
             raise ValueError(f"The name of a class must be a text, got {name!r}.")
     descriptions = dict(label_descriptions or {})
     for name, text in descriptions.items():
         if name not in names or not isinstance(text, str):
-            raise ValueError(f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}.")
+            raise ValueError(
+                f"label_descriptions must hold texts by names of classes, got {name!r}: {text!r}."
+            )
     return {"label_names": names, **({"label_descriptions": descriptions} if descriptions else {})}
 
 
@@ -230,7 +266,11 @@ def architecture_of(model: nn.Module) -> str:
     if is_of_timm(model):
         return get_pretrained_cfg(model)["architecture"]
     module, name = type(model).__module__, type(model).__qualname__
-    return name if is_of_transformers(model) and module.startswith("transformers.") else f"{module}.{name}"
+    return (
+        name
+        if is_of_transformers(model) and module.startswith("transformers.")
+        else f"{module}.{name}"
+    )
 
 
 def drop_second_num_classes(config: dict[str, Any]) -> None:
@@ -247,13 +287,15 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
             model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except Exception as error:
         raise ValueError(
-            f"{loader} cannot load the exported weights; state missing arguments in model_args: {first_problem(error)}"
+            f"{loader} cannot load the exported weights; state missing arguments in model_args: "
+            f"{first_problem(error)}"
         ) from error
     saved = load_file(folder / "model.safetensors")
     for name, tensor in model.state_dict().items():
         if name not in saved or not equal_with_nan(tensor, saved[name].to(tensor.dtype)):
             raise ValueError(
-                f"{loader} does not load {name} as it was saved; state what was changed since creation in model_args."
+                f"{loader} does not load {name} as it was saved; state what was changed since "
+                "creation in model_args."
             )
     return model
 
@@ -262,7 +304,11 @@ def equal_with_nan(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same shape and values; NaN equals NaN."""
     if torch.equal(a, b):  # a fifth of the time
         return True
-    return a.is_floating_point() and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return (
+        a.is_floating_point()
+        and a.shape == b.shape
+        and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], loader: str) -> None:
@@ -270,9 +316,12 @@ def _require_equal(written: Mapping[str, Tensor], read: Mapping[str, Tensor], lo
     for name in read.keys() - written.keys():
         raise ValueError(f"{loader} gives the model a tensor {name} that it did not have.")
     for name, tensor in written.items():
-        if name not in read or not equal_with_nan(tensor, read[name].to(tensor.device, tensor.dtype)):
+        if name not in read or not equal_with_nan(
+            tensor, read[name].to(tensor.device, tensor.dtype)
+        ):
             raise ValueError(
-                f"{loader} does not load {name} ({tensor.dtype}) as it was saved; use one type, by model.float() say."
+                f"{loader} does not load {name} ({tensor.dtype}) as it was saved; use one type, by "
+                "model.float() say."
             )
 
 
@@ -284,7 +333,9 @@ def _write_config(folder: Path, config: dict[str, Any], history: History) -> Non
         shutil.copymode(folder / "config.json", file)
 
 
-def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _separate(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
     """Copy tensors that safetensors refuses: several names for one memory, as in CoaT, or another order in it."""
     seen: set[int] = set()
     for name, tensor in state_dict.items():

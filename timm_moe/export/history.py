@@ -54,7 +54,13 @@ _TRAINING_OPTIONS = (
 _DEPENDENT_OPTIONS = {
     "amp": ("amp_dtype",),
     "model_ema": ("model_ema_decay",),
-    "kd_model_name": ("kd_distill_type", "kd_loss_type", "kd_temperature", "distill_loss_weight", "task_loss_weight"),
+    "kd_model_name": (
+        "kd_distill_type",
+        "kd_loss_type",
+        "kd_temperature",
+        "distill_loss_weight",
+        "task_loss_weight",
+    ),
 }
 #: Prefixes of ``--dataset`` before a name on the Hub.
 _HUB_READERS = ("hfds", "hfids")
@@ -81,7 +87,8 @@ class Experts:
     experts: int  # in each layer
     shared: bool  # whether there is a shared expert beside them
     averaged: bool  # whether they were averaged in training
-    mean: bool  # whether the model in eval mode computes the same as the network made of its experts
+    # Whether the model in eval mode computes the same as the network made of its experts.
+    mean: bool
     parameters: int  # of the whole model
 
     @classmethod
@@ -111,7 +118,8 @@ class History:
     ema: bool = False  # whether these are the EMA weights
     metrics: dict[str, int | float] = field(default_factory=dict)  # from train.py's summary.csv
     base: str | None = None  # name on the Hub of the pretrained weights that training began from
-    start: str | None = None  # other weights that training began from: a file, or the folder of a gathered student
+    # Other weights that training began from: a file, or the folder of a gathered student.
+    start: str | None = None
     dataset: str | None = None  # name of the data set for train.py, unless it is a folder of images
     dataset_on_hub: bool = False  # whether that is a name on the Hub
     experts: Experts | None = None  # that the dense model was made of
@@ -131,14 +139,16 @@ def find_history(source: nn.Module | str | Path, model: nn.Module) -> History:
 def history_of(model: nn.Module, method: str | None = None) -> History:
     """Find the history of a loaded model.
 
-    All of it is known if train.py wrote the file, or if the folder was exported from such a file. Nothing is known of a
-    model without an ``origin``.
+    All of it is known if train.py wrote the file, or if the folder was exported from such a file.
+    Nothing is known of a model without an ``origin``.
 
     Args:
         model: the loaded model.
         method: by which one network is going to be made of its experts, if it has any.
     """
-    history = _history_of(getattr(model, "origin", None), get_pretrained_cfg(model).get("hf_hub_id"))
+    history = _history_of(
+        getattr(model, "origin", None), get_pretrained_cfg(model).get("hf_hub_id")
+    )
     experts = None if method is None else Experts.of(model)
     return history if experts is None else replace(history, experts=experts, method=method)
 
@@ -163,12 +173,14 @@ def recorded_history(origin: Origin) -> History | None:
             return None
         if record.get("experts") is not None:
             experts = dict(record["experts"])
-            experts.pop("fused", None)  # stated by earlier exports, but never true of a model of this package
+            # Stated by earlier exports, but never true of a model of this package.
+            experts.pop("fused", None)
             record["experts"] = _checked(Experts, experts)
         return _checked_history(_checked(History, record))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"The entry {ENTRY} in {origin.folder / 'config.json'} is damaged ({describe(error)}): take it out."
+            f"The entry {ENTRY} in {origin.folder / 'config.json'} is damaged ({describe(error)}): "
+            "take it out."
         ) from error
 
 
@@ -183,7 +195,9 @@ def _checked(kind: type, record: dict[str, Any]) -> Any:
 
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is dict:  # whose names are texts in JSON
-        return isinstance(value, dict) and all(isinstance(part, get_args(kind)[1]) for part in value.values())
+        return isinstance(value, dict) and all(
+            isinstance(part, get_args(kind)[1]) for part in value.values()
+        )
     return isinstance(value, kind)
 
 
@@ -221,7 +235,9 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
     args = origin.train_args
     epoch = origin.epoch if type(origin.epoch) is int and is_single(origin.epoch) else None
     replaced = _stated_start(args)
-    is_pretrained = bool(args.get("pretrained")) and not replaced and HUB_NAME.fullmatch(pretrained or "")
+    is_pretrained = (
+        bool(args.get("pretrained")) and not replaced and HUB_NAME.fullmatch(pretrained or "")
+    )
     folder = args["model"] if str(args["model"]).startswith(SOURCE_PREFIXES) else None
     start = None if is_pretrained else replaced or folder
     reader, dataset = _named_dataset(args)
@@ -230,14 +246,24 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
     metrics = _summary(Path(origin.place).parent / "summary.csv", measured, epoch, origin.metric)
     options = {
         "model": args["model"],
-        **{f"model option {public(name)}": value for name, value in (args.get("model_kwargs") or {}).items()},
+        **{
+            f"model option {public(name)}": value
+            for name, value in (args.get("model_kwargs") or {}).items()
+        },
         "dataset": dataset,
         **{name: args.get(name) for name in _TRAINING_OPTIONS},
-        **{name: args.get(name) for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names},
+        **{
+            name: args.get(name)
+            for main, names in _DEPENDENT_OPTIONS.items()
+            if args.get(main)
+            for name in names
+        },
     }
     return History(
         file=public(origin.place),
-        options={name: public(value) for name, value in options.items() if value not in (None, False, "")},
+        options={
+            name: public(value) for name, value in options.items() if value not in (None, False, "")
+        },
         epoch=epoch,
         ema=origin.ema,
         metrics=metrics if measured_ema == origin.ema else {},
@@ -251,8 +277,14 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
 def _stated_start(args: dict[str, Any]) -> Any:
     """Return the weights that train.py was told to begin with in place of timm's; None if there are none."""
     overlay = args.get("pretrained_cfg_overlay")
-    others = [overlay.get(name) for name in ("file", "url", "hf_hub_id")] if isinstance(overlay, dict) else []
-    return next(filter(None, (args.get("initial_checkpoint"), args.get("pretrained_path"), *others)), None)
+    others = (
+        [overlay.get(name) for name in ("file", "url", "hf_hub_id")]
+        if isinstance(overlay, dict)
+        else []
+    )
+    return next(
+        filter(None, (args.get("initial_checkpoint"), args.get("pretrained_path"), *others)), None
+    )
 
 
 def _named_dataset(args: dict[str, Any]) -> tuple[str, str | None]:
@@ -271,10 +303,18 @@ def _summary(file: Path, measured: Any, epoch: int | None, metric: Any) -> dict[
     try:
         columns, *rows = csv.reader(read_text(file).splitlines())
         place = {name: columns.index(name) for name in ("epoch", f"eval_{measured}")}
-        shown_in = {name: columns.index(f"eval_{name}") for name in METRICS if f"eval_{name}" in columns}
+        shown_in = {
+            name: columns.index(f"eval_{name}") for name in METRICS if f"eval_{name}" in columns
+        }
         for row in filter(None, rows):
-            if row[place["epoch"]] == str(epoch) and float(row[place[f"eval_{measured}"]]) == float(metric):
-                found = {name: float(row[at]) for name, at in shown_in.items() if at < len(row) and row[at]}
+            if row[place["epoch"]] == str(epoch) and float(row[place[f"eval_{measured}"]]) == float(
+                metric
+            ):
+                found = {
+                    name: float(row[at])
+                    for name, at in shown_in.items()
+                    if at < len(row) and row[at]
+                }
     except (csv.Error, IndexError, TypeError, ValueError):  # of another run, or damaged
         return {}
     return {name: value for name, value in found.items() if math.isfinite(value)}
@@ -286,7 +326,9 @@ def public(value: Any) -> str:
         return ", ".join(f"{public(name)}={public(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(public(part) for part in value)
-    printable = "".join(letter if letter.isprintable() else " " for letter in _last_part(str(value)))
+    printable = "".join(
+        letter if letter.isprintable() else " " for letter in _last_part(str(value))
+    )
     return re.sub(r"[`|<>\s]+", " ", printable)
 
 

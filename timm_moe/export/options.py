@@ -17,14 +17,17 @@ class ModelOptions:
     """Options for reading a source, and entries of config.json that the user states.
 
     Attributes:
-        spec: model to create for a file that does not name it, or its preprocessing; for models of timm.
+        spec: model to create for a file that does not name it, or its preprocessing; for models of
+            timm.
         use_ema: take the EMA weights of a train.py checkpoint.
-        model_args: arguments that ``timm.create_model`` needs for the written model, where the source does not record
-            them (a model converted in memory, with a timm version that does not record them).
-        license: by default the licence of the pretrained weights that training began from, if known, or the one in the
-            config of a folder or repository.
-        example_inputs: arguments of the model for the comparison of outputs: a tensor, a tuple of arguments, or a dict
-            of keyword arguments. By default two random images of the size that the model states.
+        model_args: arguments that ``timm.create_model`` needs for the written model, where the
+            source does not record them (a model converted in memory, with a timm version that does
+            not record them).
+        license: by default the licence of the pretrained weights that training began from, if
+            known, or the one in the config of a folder or repository.
+        example_inputs: arguments of the model for the comparison of outputs: a tensor, a tuple of
+            arguments, or a dict of keyword arguments. By default two random images of the size that
+            the model states.
         label_names: names of the classes, in order; by default the names in the source's config.
         label_descriptions: texts by class name. Only models of timm have them.
     """
@@ -52,8 +55,8 @@ class PushOptions(ModelOptions):
         metrics: results of the published model, by name.
 
     Raises:
-        ValueError: if the name of the repository or branch is not possible, a metric is not a finite number, or the
-            licence not as the Hub abbreviates it, ``"apache-2.0"``.
+        ValueError: if the name of the repository or branch is not possible, a metric is not a
+            finite number, or the licence not as the Hub abbreviates it, ``"apache-2.0"``.
     """
 
     repo_id: str
@@ -68,16 +71,25 @@ class PushOptions(ModelOptions):
         try:
             validate_repo_id(self.repo_id)
         except ValueError as error:
-            raise ValueError(f"{self.repo_id!r} is no name of a repository: {describe(error)}") from error
+            raise ValueError(
+                f"{self.repo_id!r} is no name of a repository: {describe(error)}"
+            ) from error
         if self.repo_id.count("/") != 1:
             raise ValueError(f"A repository is named user/name, got {self.repo_id!r}.")
         if self.revision is not None and not re.fullmatch(r"\w[\w./-]*", self.revision):
             raise ValueError(f"revision must be the name of a branch, got {self.revision!r}.")
         for name, value in (self.metrics or {}).items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not math.isfinite(value)
+            ):
                 raise ValueError(f"The metric {name} must be a finite number, got {value!r}.")
         if self.license is not None and not is_abbreviation(self.license):
-            raise ValueError(f"license must be an abbreviation as the Hub has it, as apache-2.0: got {self.license!r}.")
+            raise ValueError(
+                "license must be an abbreviation as the Hub has it, as apache-2.0: got "
+                f"{self.license!r}."
+            )
 
     @property
     def model_name(self) -> str:

@@ -22,22 +22,33 @@ TOLERANCE = 1e-4
 def inputs_for(layout: Format, example_inputs: Any) -> Any:
     """Return the caller's example inputs, or two images that are always the same, in the model's type on its device.
 
-    None is returned, with a warning, if a model that is neither of timm nor of transformers does not say what it takes.
+    None is returned, with a warning, if a model that is neither of timm nor of transformers does
+    not say what it takes.
     """
     if example_inputs is None:
         shape = layout.image_shape()
         if shape is None:
-            _logger.warning("The model states no inputs, so its outputs are not compared: pass example_inputs.")
+            _logger.warning(
+                "The model states no inputs, so its outputs are not compared: pass example_inputs."
+            )
             return None
         example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     like = next(layout.model.parameters(), torch.empty(0))
 
     def moved(part: Any) -> Any:
-        return part.to(like.device, like.dtype if part.is_floating_point() else None) if torch.is_tensor(part) else part
+        return (
+            part.to(like.device, like.dtype if part.is_floating_point() else None)
+            if torch.is_tensor(part)
+            else part
+        )
 
-    inputs = map_aggregate(dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, moved)
+    inputs = map_aggregate(
+        dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, moved
+    )
     if not _tensors(inputs):
-        raise ValueError("example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict by name.")
+        raise ValueError(
+            "example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict by name."
+        )
     return inputs
 
 
@@ -50,12 +61,13 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
     except Exception as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(inputs))
         raise ValueError(
-            f"The model does not run on inputs of shape {shapes}; pass example_inputs that it takes: {describe(error)}"
+            f"The model does not run on inputs of shape {shapes}; pass example_inputs that it "
+            f"takes: {describe(error)}"
         ) from error
     if not allow_nonfinite and not all(tensor.isfinite().all() for tensor in _tensors(expected)):
         raise ValueError(
-            "The model's weights are finite, but its outputs on random images hold NaN or Inf; pass --allow-nonfinite "
-            "(allow_nonfinite=True) to export it all the same."
+            "The model's weights are finite, but its outputs on random images hold NaN or Inf; "
+            "pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
         )
     return expected
 
@@ -65,14 +77,23 @@ def outputs(model: nn.Module, inputs: Any) -> Any:
     """Put a model in eval mode and run it in the type and on the device of its inputs."""
     tensors = _tensors(inputs)
     first = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
-    if any((tensor.device, tensor.dtype) != (first.device, first.dtype) for tensor in model.parameters()):
+    if any(
+        (tensor.device, tensor.dtype) != (first.device, first.dtype)
+        for tensor in model.parameters()
+    ):
         dtype = first.dtype if first.is_floating_point() else None
-        model = copy.deepcopy(model).to(device=first.device, dtype=dtype)  # the weights may be the caller's
+        # The weights may be the caller's.
+        model = copy.deepcopy(model).to(device=first.device, dtype=dtype)
     model.eval()
     devices = [first.device] if first.is_cuda else []
-    with torch.random.fork_rng(devices):  # some routers draw noise in eval mode too, and some models a mask
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[at.index] for at in devices)):
-            generator.manual_seed(0)  # torch.manual_seed would seed devices whose state is not put back
+    # Some routers draw noise in eval mode too, and some models a mask.
+    with torch.random.fork_rng(devices):
+        for generator in (
+            torch.default_generator,
+            *(torch.cuda.default_generators[at.index] for at in devices),
+        ):
+            # torch.manual_seed would seed devices whose state is not put back.
+            generator.manual_seed(0)
         if isinstance(inputs, Mapping):
             return model(**inputs)
         return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
@@ -84,7 +105,9 @@ def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
         return None
     pairs = _tensors(expected), _tensors(outputs(loaded, inputs))
     if [tensor.shape for tensor in pairs[0]] != [tensor.shape for tensor in pairs[1]]:
-        raise ValueError("The exported model's outputs are not as many as the source's, or of other shapes.")
+        raise ValueError(
+            "The exported model's outputs are not as many as the source's, or of other shapes."
+        )
     return max(map(_difference, *pairs), default=None)
 
 
@@ -95,7 +118,9 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
         expected, actual = expected.double(), actual.double()
     difference = (expected - actual).abs().max().item()
     if not difference <= TOLERANCE * expected.abs().max().item():
-        raise ValueError(f"The exported model's outputs differ from the source's by {difference:.3g}.")
+        raise ValueError(
+            f"The exported model's outputs differ from the source's by {difference:.3g}."
+        )
     return difference
 
 
@@ -105,5 +130,11 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         value = vars(value)
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return [tensor for part in parts for tensor in _tensors(part)]

@@ -16,7 +16,12 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, get_session
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    get_session,
+)
 from torch import nn
 
 from ..checkpoints.source import ModelSpec, folder_of, load_source, require_config
@@ -57,7 +62,8 @@ class Push:
         repo_id: ``user/name``.
         files: size of each file in bytes.
         card: text of README.md.
-        url: of the commit or pull request; None after a dry run, and where the Hub had the same files already.
+        url: of the commit or pull request; None after a dry run, and where the Hub had the same
+            files already.
         revision: to load it from, where that is not main.
     """
 
@@ -85,10 +91,10 @@ def push_dense(
 ) -> Push:
     """Publish the dense form of an expert model for ``timm.create_model("hf-hub:user/name", pretrained=True)``.
 
-    Weights, config.json and a model card go up in one commit, after :func:`timm_moe.export_dense` has checked the
-    model. Before that, only the login is asked for. Models that timm did not make are uploaded as that function writes
-    them, and their card shows how they are loaded. The login is that of huggingface_hub: ``hf auth login``, or
-    ``HF_TOKEN`` in the environment.
+    Weights, config.json and a model card go up in one commit, after :func:`timm_moe.export_dense`
+    has checked the model. Before that, only the login is asked for. Models that timm did not make
+    are uploaded as that function writes them, and their card shows how they are loaded. The login
+    is that of huggingface_hub: ``hf auth login``, or ``HF_TOKEN`` in the environment.
 
     Args:
         source: as for :func:`timm_moe.export_dense`; the folder of a dense model is published as by
@@ -97,15 +103,18 @@ def push_dense(
         private: make the repository a private one.
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: for ``method="svd"``, see there.
-        **options: others of :class:`timm_moe.export.PushOptions`. By default the data set and the results come from
-            train.py, the results only if the published model computes the function that was measured.
+        **options: others of :class:`timm_moe.export.PushOptions`. By default the data set and the
+            results come from train.py, the results only if the published model computes the
+            function that was measured.
 
     Raises:
-        ValueError: if an option is wrong, the export fails, a link in a folder leads out of it, or the Hub rejects the
-            card.
+        ValueError: if an option is wrong, the export fails, a link in a folder leads out of it, or
+            the Hub rejects the card.
         TypeError: if there is no option of a name.
-        PermissionError: if nobody is logged in, or the Hub refuses the token, the repository or more storage.
-        ConnectionError: if the Hub cannot be reached, breaks off, fails, or is silent for half a minute.
+        PermissionError: if nobody is logged in, or the Hub refuses the token, the repository or
+            more storage.
+        ConnectionError: if the Hub cannot be reached, breaks off, fails, or is silent for half a
+            minute.
         OSError: if something cannot be read or written.
     """
     settings = PushOptions(repo_id=repo_id, private=private, **options)
@@ -123,14 +132,17 @@ def push_dense(
         return _publish_copy(copy, layout.model, settings, api)
 
 
-def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
+def push_moe(
+    source: nn.Module | str | Path, repo_id: str, private: bool = False, **options: Any
+) -> Push:
     """Publish an expert model itself; loading it from the Hub needs this package.
 
-    The uploaded files give the model back bit for bit: :func:`timm_moe.export.export_moe` checks it before.
+    The uploaded files give the model back bit for bit: :func:`timm_moe.export.export_moe` checks it
+    before.
 
     Args:
-        source: a model of a registered name, a train.py checkpoint, a safetensors file, or a folder, which is uploaded
-            unchanged.
+        source: a model of a registered name, a train.py checkpoint, a safetensors file, or a
+            folder, which is uploaded unchanged.
         repo_id: as for :func:`push_dense`.
         private: as for :func:`push_dense`.
         **options: as for :func:`push_dense`, whose errors are raised too.
@@ -143,7 +155,9 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
             model = _loaded(copy, folder)
             if moe_layers(model):
                 return _publish_copy(copy, model, settings, api)
-        raise ValueError(f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is.")
+        raise ValueError(
+            f"{source} holds no expert model; leave out --moe (push_dense) to publish it as it is."
+        )
     layout = opened(source, settings)
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
@@ -153,16 +167,16 @@ def push_moe(source: nn.Module | str | Path, repo_id: str, private: bool = False
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
     """Publish the folder of a model unchanged, dense or with experts, with its own README.md if it has one.
 
-    Only config.json may change: it gets the licence and class names that are given here, ``num_classes`` leaves its
-    ``model_args`` if it is there, since transformers rejects the duplicate, and so does an ``auto_map``, by which
-    transformers would find code elsewhere.
+    Only config.json may change: it gets the licence and class names that are given here,
+    ``num_classes`` leaves its ``model_args`` if it is there, since transformers rejects the
+    duplicate, and so does an ``auto_map``, by which transformers would find code elsewhere.
 
     Args:
         folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.
         repo_id: as for :func:`push_dense`.
         private: as for :func:`push_dense`.
-        **options: as for :func:`push_dense`, whose errors are raised too; of the model only the class names can be
-            stated.
+        **options: as for :func:`push_dense`, whose errors are raised too; of the model only the
+            class names can be stated.
     """
     settings = PushOptions(repo_id=repo_id, private=private, **options)
     api = _log_in(settings)
@@ -206,20 +220,24 @@ def _own_copy(folder: Path, settings: PushOptions) -> Iterator[Path]:
     _require_own_files(folder)
     if settings.use_ema or settings.spec not in (None, ModelSpec()):
         raise ValueError(
-            f"{folder} states its model and has one kind of weights: export it with these options, and push that."
+            f"{folder} states its model and has one kind of weights: export it with these options, "
+            "and push that."
         )
     if not (folder / "model.safetensors").exists():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary, os.path.basename(os.path.abspath(folder)) or "model")  # the card has its name
+        # The card has its name.
+        copy = Path(temporary, os.path.basename(os.path.abspath(folder)) or "model")
         copy.mkdir()
         for file in folder.iterdir():
             if file.name in _FILES:
                 shutil.copyfile(require_file(file, folder), copy / file.name)
-        if (copy / "README.md").exists() and (settings.license or settings.dataset or settings.metrics):
+        if (copy / "README.md").exists() and (
+            settings.license or settings.dataset or settings.metrics
+        ):
             raise ValueError(
-                f"{folder} has a README.md of its own: state licence, data set and metrics there, or take the file "
-                "away."
+                f"{folder} has a README.md of its own: state licence, data set and metrics there, "
+                "or take the file away."
             )
         yield copy
 
@@ -267,7 +285,9 @@ def _publish_dense(
         return _publish_written(made, written, settings, api)
 
 
-def _publish_written(made: Path, written: Written, settings: PushOptions, api: HfApi | None) -> Push:
+def _publish_written(
+    made: Path, written: Written, settings: PushOptions, api: HfApi | None
+) -> Push:
     """Upload a folder that was written for this, with a card of what its reader loaded."""
     if written.layout.library == "timm":
         facts = timm_facts(written.model, settings)
@@ -285,7 +305,10 @@ def _publish(folder: Path, card: str, settings: PushOptions, api: HfApi | None) 
     own = files.pop("README.md", None)
     text = own.read_text(encoding="utf-8") if isinstance(own, Path) else card
     files["README.md"] = text.encode()
-    sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
+    sizes = {
+        name: len(file) if isinstance(file, bytes) else file.stat().st_size
+        for name, file in files.items()
+    }
     url, revision = None, settings.revision
     if api is not None:
         _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, settings.repo_id)
@@ -302,35 +325,52 @@ def _log_in(settings: PushOptions) -> HfApi | None:
     with _asking_the_hub():
         token = get_token()
         if token is None:
-            raise PermissionError("You are not logged in to the Hub: run hf auth login, or set HF_TOKEN.")
+            raise PermissionError(
+                "You are not logged in to the Hub: run hf auth login, or set HF_TOKEN."
+            )
         if not re.fullmatch(r"[!-~]+", token):  # errors of the connection would print it
-            raise PermissionError("Your token for the Hub holds characters that no token has: run hf auth login again.")
+            raise PermissionError(
+                "Your token for the Hub holds characters that no token has: run hf auth login "
+                "again."
+            )
         api = HfApi(token=True, library_name="timm_moe", library_version=__version__)
         if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
-            raise PermissionError("Your token for the Hub may only read: make one with the role write.")
+            raise PermissionError(
+                "Your token for the Hub may only read: make one with the role write."
+            )
     return api
 
 
-def _commit(api: HfApi, files: dict[str, Path | bytes], settings: PushOptions) -> tuple[str | None, str | None]:
+def _commit(
+    api: HfApi, files: dict[str, Path | bytes], settings: PushOptions
+) -> tuple[str | None, str | None]:
     """Make one commit; return its URL, None where the files are there already, and the revision to load."""
     repo_id, revision = settings.repo_id, settings.revision
     try:
         is_private = api.model_info(repo_id, timeout=PATIENCE).private
     except RepositoryNotFoundError:
-        api.create_repo(repo_id, private=settings.private or None)  # else as the organisation has it
+        # Else as the organisation has it.
+        api.create_repo(repo_id, private=settings.private or None)
     else:
         if settings.private and not is_private:
-            raise PermissionError(f"{repo_id} is there already and public: push without --private, or to a new name.")
+            raise PermissionError(
+                f"{repo_id} is there already and public: push without --private, or to a new name."
+            )
     if revision is not None and not settings.create_pr and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     last = api.model_info(repo_id, revision=revision, timeout=PATIENCE)
     stale = sorted({file.rfilename for file in last.siblings or ()} & {*ADAPTERS})
     if stale:
-        _logger.info("Deleting %s, which transformers would apply to the new model ...", " and ".join(stale))
+        _logger.info(
+            "Deleting %s, which transformers would apply to the new model ...", " and ".join(stale)
+        )
     # upload_folder may spread its files over several commits
     commit = api.create_commit(
         repo_id,
-        [*(CommitOperationAdd(name, file) for name, file in files.items()), *map(CommitOperationDelete, stale)],
+        [
+            *(CommitOperationAdd(name, file) for name, file in files.items()),
+            *map(CommitOperationDelete, stale),
+        ],
         commit_message="Add model",
         revision=revision,
         create_pr=settings.create_pr,
@@ -351,7 +391,8 @@ def _asking_the_hub(settings: PushOptions | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, RuntimeError) else None  # of the upload of a file
+        # Of the upload of a file.
+        cause = error.__cause__ if isinstance(error, RuntimeError) else None
         cause = cause if isinstance(cause, Exception) else error
         explained = _explained(cause, settings, time.monotonic() - begin)
         if explained is None:
@@ -366,27 +407,40 @@ def _explained(error: Exception, settings: PushOptions | None, waited: float) ->
         hub = f"The Hub at {HfApi().endpoint}"
         if isinstance(error, HTTPError) and "Timeout" in type(error).__name__:
             return ConnectionError(
-                f"{hub} does not answer: it was given {PATIENCE} seconds for each request, and {waited:.0f} in all. A "
-                "push is made whole or not at all, so try again later."
+                f"{hub} does not answer: it was given {PATIENCE} seconds for each request, and "
+                f"{waited:.0f} in all. A push is made whole or not at all, so try again later."
             )
         # The first is any of the connection, of any library; the second is of hf_xet.
         if isinstance(error, (HTTPError, ConnectionError, json.JSONDecodeError)):
             return ConnectionError(
-                f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made whole or not at all, "
-                "so try again once the network is there."
+                f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made "
+                "whole or not at all, so try again once the network is there."
             )
-        if isinstance(error, (AttributeError, LookupError, TypeError)):  # of the client, on an answer of another form
-            return ConnectionError(f"{hub} gave an answer that its client cannot read ({describe(error)}).")
-        return ValueError(f"The Hub did not take it: {describe(error)}") if isinstance(error, ValueError) else None
+        # Of the client, on an answer of another form.
+        if isinstance(error, (AttributeError, LookupError, TypeError)):
+            return ConnectionError(
+                f"{hub} gave an answer that its client cannot read ({describe(error)})."
+            )
+        return (
+            ValueError(f"The Hub did not take it: {describe(error)}")
+            if isinstance(error, ValueError)
+            else None
+        )
     status = error.response.status_code
     where = "this" if settings is None else settings.repo_id
     says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")
     if status == 401:
-        return PermissionError("The Hub does not know your token: run hf auth login again, or correct HF_TOKEN.")
+        return PermissionError(
+            "The Hub does not know your token: run hf auth login again, or correct HF_TOKEN."
+        )
     if status in (402, 403):
         return PermissionError(f"The Hub does not let you write to {where}: {says}.")
     if status == 409:
-        return FileExistsError(f"The name {where} is taken, perhaps by another kind of repository: {says}.")
+        return FileExistsError(
+            f"The name {where} is taken, perhaps by another kind of repository: {says}."
+        )
     if status == 429 or status >= 500:
-        return ConnectionError(f"The Hub failed ({status}: {says}); a push is made whole or not at all: try again.")
+        return ConnectionError(
+            f"The Hub failed ({status}: {says}); a push is made whole or not at all: try again."
+        )
     return ValueError(f"The Hub refused {where} ({status}): {says}.")

@@ -23,7 +23,9 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities import rank_zero_warn
 except ModuleNotFoundError as error:
-    raise ImportError("timm_moe.integrations.lightning needs lightning: pip install 'timm_moe[lightning]'.") from error
+    raise ImportError(
+        "timm_moe.integrations.lightning needs lightning: pip install 'timm_moe[lightning]'."
+    ) from error
 
 __all__ = ["ExpertCallback"]
 
@@ -34,19 +36,22 @@ _GPUS = ("cuda", "mps", "xpu")
 class ExpertCallback(Callback):
     """Averaging, router losses, statistics and exact resumption for the expert layers anywhere in a LightningModule.
 
-    - After each optimizer step the experts are averaged, at the share rates and by the schedules that their layers were
-      created with, over ``trainer.estimated_stepping_batches`` steps. An optimizer that has its averaging already, from
-      ``configure_optimizers``, keeps it.
-    - The router losses of all forwards of a ``training_step`` are added to the loss that it returns, unless it added
-      :func:`timm_moe.auxiliary_loss` itself. In manual optimization, where it calls backward, it has to.
-    - At the end of each epoch :func:`timm_moe.training.expert_statistics` goes to the loggers, as the mean over the
-      processes.
-    - Checkpoints hold the random state of each process, so that a run that is resumed from the end of an epoch draws
-      the partitions of its tokens, dropout and the order of its data as if it had not been interrupted.
+    - After each optimizer step the experts are averaged, at the share rates and by the schedules
+      that their layers were created with, over ``trainer.estimated_stepping_batches`` steps. An
+      optimizer that has its averaging already, from ``configure_optimizers``, keeps it.
+    - The router losses of all forwards of a ``training_step`` are added to the loss that it
+      returns, unless it added :func:`timm_moe.auxiliary_loss` itself. In manual optimization, where
+      it calls backward, it has to.
+    - At the end of each epoch :func:`timm_moe.training.expert_statistics` goes to the loggers, as
+      the mean over the processes.
+    - Checkpoints hold the random state of each process, so that a run that is resumed from the end
+      of an epoch draws the partitions of its tokens, dropout and the order of its data as if it had
+      not been interrupted.
 
     Raises:
-        ValueError: at the start of training, if the number of optimizer steps is unknown, as without an end or
-            with Lightning's ``GradientAccumulationScheduler``; and as :class:`ExpertWeightAveraging`.
+        ValueError: at the start of training, if the number of optimizer steps is unknown, as
+            without an end or with Lightning's ``GradientAccumulationScheduler``; and as
+            :class:`ExpertWeightAveraging`.
     """
 
     def __init__(self) -> None:
@@ -56,9 +61,16 @@ class ExpertCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap hooks of the module: a search for the batch size or the learning rate calls no callback's."""
-        self._fitting, self._failed, self._device = stage == "fit", False, trainer.strategy.root_device
+        self._fitting, self._failed, self._device = (
+            stage == "fit",
+            False,
+            trainer.strategy.root_device,
+        )
         self._run.close()
-        for name, function in (("on_train_start", self._start), ("training_step", _with_router_losses)):
+        for name, function in (
+            ("on_train_start", self._start),
+            ("training_step", _with_router_losses),
+        ):
             if self._fitting and hasattr(pl_module, name):
                 self._wrap(pl_module, name, function)
 
@@ -68,15 +80,20 @@ class ExpertCallback(Callback):
         is_trial = self not in trainer.callbacks
         for optimizer in trainer.optimizers:
             earlier = ExpertWeightAveraging.of(optimizer)
-            if earlier is None or (isinstance(earlier, Started) and (earlier.is_trial or not is_trial)):
+            if earlier is None or (
+                isinstance(earlier, Started) and (earlier.is_trial or not is_trial)
+            ):
                 self._start_averaging(trainer, pl_module, optimizer, is_trial)
         on_train_start()
 
-    def _start_averaging(self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, is_trial: bool) -> None:
+    def _start_averaging(
+        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, is_trial: bool
+    ) -> None:
         if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
             raise ValueError(
-                "A GradientAccumulationScheduler leaves the number of optimizer steps of the run unknown: make "
-                "timm_moe.ExpertWeightAveraging in configure_optimizers and tell it total_updates."
+                "A GradientAccumulationScheduler leaves the number of optimizer steps of the run "
+                "unknown: make timm_moe.ExpertWeightAveraging in configure_optimizers and tell it "
+                "total_updates."
             )
         total_updates = trainer.estimated_stepping_batches
         averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
@@ -85,9 +102,9 @@ class ExpertCallback(Callback):
             self._run.callback(averaging.remove)
         if averaging is not None and not pl_module.automatic_optimization:
             rank_zero_warn(
-                f"Manual optimization: the share rate reaches its end after {total_updates} steps of the optimizer. If "
-                "it takes another number, make timm_moe.ExpertWeightAveraging in configure_optimizers and tell it "
-                "total_updates."
+                f"Manual optimization: the share rate reaches its end after {total_updates} steps "
+                "of the optimizer. If it takes another number, make timm_moe.ExpertWeightAveraging "
+                "in configure_optimizers and tell it total_updates."
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,14 +114,17 @@ class ExpertCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._run.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._failed = True
         self._run.close()
 
     def state_dict(self) -> dict[str, Any]:
         own = _random_state(self._device)
         states: list[Any] = [own]
-        if is_distributed() and not self._failed:  # after an exception this may be the only process that saves
+        # After an exception this may be the only process that saves.
+        if is_distributed() and not self._failed:
             states = [None] * distributed.get_world_size()
             distributed.all_gather_object(states, own)
         return {"random_states": states}
@@ -112,13 +132,15 @@ class ExpertCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the random state at once: the optimizers may ask for the data, which is shuffled then."""
         states = state_dict["random_states"]
-        rank, processes = (distributed.get_rank(), distributed.get_world_size()) if is_distributed() else (0, 1)
+        rank, processes = (
+            (distributed.get_rank(), distributed.get_world_size()) if is_distributed() else (0, 1)
+        )
         if self._fitting and len(states) == processes:
             _set_random_state(states[rank], self._device)
         elif self._fitting:
             rank_zero_warn(
-                f"The checkpoint holds the random state of {len(states)} processes and this run has {processes}, so it "
-                "draws other random numbers than the run that it continues."
+                f"The checkpoint holds the random state of {len(states)} processes and this run "
+                f"has {processes}, so it draws other random numbers than the run that it continues."
             )
 
     def _wrap(self, pl_module: LightningModule, name: str, function: Any) -> None:
@@ -157,8 +179,16 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     """The state of this process's random generators, as torch.load(weights_only=True) reads it."""
     legacy: Any = np.random.get_state()
     name, keys, *rest = legacy
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
-    return {**state, device.type: getattr(torch, device.type).get_rng_state()} if device.type in _GPUS else state
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+    }
+    return (
+        {**state, device.type: getattr(torch, device.type).get_rng_state()}
+        if device.type in _GPUS
+        else state
+    )
 
 
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:

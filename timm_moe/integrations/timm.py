@@ -2,14 +2,15 @@
 
 ========================  =====================================================================================
 ``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
-``create_optimizer_v2``   names the stacked biases, which timm would take for matrices; a model may scale its rates
-``create_scheduler_v2``   knows optimizer, epochs and updates per epoch: the optimizer gets its averaging
-``Scheduler.step``        says where a resumed run starts, and ends an epoch of routing statistics
-``update_summary``        writes a line of an epoch: the experts' statistics go to a file beside it
-``adaptive_clip_grad``    clips every expert as a network of its own
-``TrainingTask``          computes the loss: it adds the router losses, and compares ensemble members with the targets
-``build_model_with_cfg``  builds the class with experts where an entrypoint of this package asks for it
-========================  =====================================================================================
+``create_optimizer_v2`` names the stacked biases, which timm would take for matrices; a model may
+scale its rates ``create_scheduler_v2`` knows optimizer, epochs and updates per epoch: the optimizer
+gets its averaging ``Scheduler.step`` says where a resumed run starts, and ends an epoch of routing
+statistics ``update_summary`` writes a line of an epoch: the experts' statistics go to a file beside
+it ``adaptive_clip_grad`` clips every expert as a network of its own ``TrainingTask`` computes the
+loss: it adds the router losses, and compares ensemble members with the targets
+``build_model_with_cfg`` builds the class with experts where an entrypoint of this package asks for
+it ========================
+=====================================================================================
 
 Every optimizer step is preceded by :func:`timm_moe.training.step.before_step`.
 """
@@ -68,14 +69,20 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
         return create_optimizer_v2(*args, **kwargs)
     stacked = expert_parameters(model)
     if stacked and "muon" in call.arguments.get("opt", "").lower():
-        # It would orthogonalise the biases of all experts as one matrix, and small weights of all experts as another.
+        # It would orthogonalise the biases of all experts as one matrix, and small weights of all
+        # experts as another.
         call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
         if is_primary():
-            _logger.info("Muon leaves the experts to its fallback, since their matrices are stacked.")
+            _logger.info(
+                "Muon leaves the experts to its fallback, since their matrices are stacked."
+            )
     # timm would take stacked biases for matrices, and decay them.
     attributes, own = vars(model), getattr(model, "no_weight_decay", set)
     before = attributes.get("no_weight_decay")
-    attributes["no_weight_decay"] = lambda: {*own(), *(name for name, x in stacked.items() if x.ndim == 2)}
+    attributes["no_weight_decay"] = lambda: {
+        *own(),
+        *(name for name, x in stacked.items() if x.ndim == 2),
+    }
     try:
         return create_optimizer_v2(*call.args, **call.kwargs)
     finally:
@@ -87,13 +94,19 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
 @functools.wraps(adaptive_clip_grad)
 def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
     given = [parameters] if isinstance(parameters, Tensor) else parameters
-    stacked = {id(parameter) for layer in living(MoeMlp) for _, parameter in layer.named_expert_parameters()}
+    stacked = {
+        id(parameter)
+        for layer in living(MoeMlp)
+        for _, parameter in layer.named_expert_parameters()
+    }
     units: list[Tensor] = []
     for parameter in given:
         if id(parameter) not in stacked or parameter.grad is None:
             units.append(parameter)
             continue
-        for part, gradient in zip(parameter.detach().unbind(0), parameter.grad.unbind(0), strict=True):
+        for part, gradient in zip(
+            parameter.detach().unbind(0), parameter.grad.unbind(0), strict=True
+        ):
             part.grad = gradient  # which shares the memory, as the part does
             units.append(part)
     adaptive_clip_grad(units, *args, **kwargs)
@@ -107,7 +120,9 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     lr_scheduler, num_epochs = create_scheduler_v2(*args, **kwargs)
     arguments = inspect.signature(create_scheduler_v2).bind(*args, **kwargs).arguments
     register(arguments["optimizer"])
-    _attach_averaging(arguments["optimizer"], int(num_epochs), arguments.get("updates_per_epoch", 0))
+    _attach_averaging(
+        arguments["optimizer"], int(num_epochs), arguments.get("updates_per_epoch", 0)
+    )
     return lr_scheduler, num_epochs
 
 
@@ -117,13 +132,19 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
     earlier = ExpertWeightAveraging.of(optimizer)
     if not layers and any(isinstance(layer, EwaMlp) for layer in trained) and is_primary():
         _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
-    if not layers or not num_epochs * updates_per_epoch or (earlier and not isinstance(earlier, _RunAveraging)):
+    if (
+        not layers
+        or not num_epochs * updates_per_epoch
+        or (earlier and not isinstance(earlier, _RunAveraging))
+    ):
         return
-    if earlier:  # another scheduler for the same optimizer: another run, unless nothing was trained yet
+    # Another scheduler for the same optimizer: another run, unless nothing was trained yet.
+    if earlier:
         earlier.remove()
         if earlier.started:
             forget_updates(optimizer)
-    _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch).seek(0)  # a scheduler begins a run
+    # A scheduler begins a run.
+    _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch).seek(0)
 
 
 class _RunAveraging(ExpertWeightAveraging):
@@ -132,8 +153,16 @@ class _RunAveraging(ExpertWeightAveraging):
     ``layers`` are some that it trains now; others may be added.
     """
 
-    def __init__(self, layers: Iterable[MoeMlp], optimizer: Optimizer, num_epochs: int, updates_per_epoch: int):
-        super().__init__(nn.ModuleList(layers), optimizer, total_updates=num_epochs * updates_per_epoch)
+    def __init__(
+        self,
+        layers: Iterable[MoeMlp],
+        optimizer: Optimizer,
+        num_epochs: int,
+        updates_per_epoch: int,
+    ):
+        super().__init__(
+            nn.ModuleList(layers), optimizer, total_updates=num_epochs * updates_per_epoch
+        )
         self.updates_per_epoch = updates_per_epoch
         self._updates_before = self.updates  # at the end of the last epoch
 
@@ -143,11 +172,15 @@ class _RunAveraging(ExpertWeightAveraging):
     def end_epoch(self, optimizer: Optimizer) -> None:
         """Warn once of an epoch of fewer optimizer steps than ``updates_per_epoch``, as if batches were counted."""
         taken, self._updates_before = self.updates - self._updates_before, self.updates
-        if self.started and 0 < taken <= self.updates_per_epoch / 2 and is_first_time(optimizer, "short epoch"):
+        if (
+            self.started
+            and 0 < taken <= self.updates_per_epoch / 2
+            and is_first_time(optimizer, "short epoch")
+        ):
             _logger.warning(
-                f"EWA: an epoch took {taken} optimizer steps, but create_scheduler_v2 was given updates_per_epoch="
-                f"{self.updates_per_epoch}, so the share rate's schedule will not reach its end: count the optimizer's "
-                "steps, not the batches."
+                f"EWA: an epoch took {taken} optimizer steps, but create_scheduler_v2 was given "
+                f"updates_per_epoch={self.updates_per_epoch}, so the share rate's schedule will "
+                "not reach its end: count the optimizer's steps, not the batches."
             )
 
     def seek_start(self, updates: int) -> None:
@@ -159,8 +192,9 @@ class _RunAveraging(ExpertWeightAveraging):
 def _at_scheduler_step(method: Any, position: str) -> Any:
     """Let the averaging start where train.py starts a scheduler by this method, and log the routing of each epoch.
 
-    After ``--resume`` the count comes with the optimizer's state; after ``--no-resume-opt`` or ``--start-epoch`` that
-    call is the only trace of it. ``position`` is the name of the method's first argument.
+    After ``--resume`` the count comes with the optimizer's state; after ``--no-resume-opt`` or
+    ``--start-epoch`` that call is the only trace of it. ``position`` is the name of the method's
+    first argument.
     """
 
     @functools.wraps(method)
@@ -172,7 +206,9 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
             if position == "epoch":
                 averaging.end_epoch(self.optimizer)
             reached = args[0] if args else kwargs[position]
-            averaging.seek_start(reached * averaging.updates_per_epoch if position == "epoch" else reached)
+            averaging.seek_start(
+                reached * averaging.updates_per_epoch if position == "epoch" else reached
+            )
         method(self, *args, **kwargs)
 
     return observe_and_call
@@ -213,12 +249,16 @@ def _with_member_loss(init: Any) -> Any:
 
     @functools.wraps(init)
     def init_and_wrap(self: Any, *args: Any, **kwargs: Any) -> None:
-        model = unwrapped(inspect.signature(init).bind(self, *args, **kwargs).args[1])  # or the student
+        # Or the student.
+        model = unwrapped(inspect.signature(init).bind(self, *args, **kwargs).args[1])
         is_ensemble = hasattr(model, "forward_members")
-        if is_ensemble and (not isinstance(self, ClassificationTask) or getattr(self, "multi_label", False)):
+        if is_ensemble and (
+            not isinstance(self, ClassificationTask) or getattr(self, "multi_label", False)
+        ):
             raise ValueError(
-                f"{type(self).__name__} cannot train an ensemble such as {type(model).__name__}, whose members each "
-                "learn one class for each image: take a ClassificationTask. A distillation may have it as the teacher."
+                f"{type(self).__name__} cannot train an ensemble such as {type(model).__name__}, "
+                "whose members each learn one class for each image: take a ClassificationTask. A "
+                "distillation may have it as the teacher."
             )
         init(self, *args, **kwargs)
         if is_ensemble:
@@ -240,7 +280,9 @@ def _create_model(model_name: str, *args: Any, **kwargs: Any) -> nn.Module:
         saved = load_model_config_from_hf(location, cache_dir=arguments.get("cache_dir"))[2]
     elif source == "local-dir":
         saved = json.loads(Path(location, "config.json").read_text()).get("model_args", {})
-    given = {name: value for name, value in arguments.get("kwargs", {}).items() if value is not None}
+    given = {
+        name: value for name, value in arguments.get("kwargs", {}).items() if value is not None
+    }
     model._model_args = {**saved, **given}  # type: ignore[assignment]
     return model
 
@@ -276,7 +318,9 @@ def _with_another_build(builder: Any) -> Any:
     """Let timm's ``build_model_with_cfg`` take an argument that builds the model instead."""
 
     @functools.wraps(builder)
-    def build_model(model_cls: Any, variant: str, *args: Any, timm_moe_build: Any = None, **kwargs: Any) -> Any:
+    def build_model(
+        model_cls: Any, variant: str, *args: Any, timm_moe_build: Any = None, **kwargs: Any
+    ) -> Any:
         if timm_moe_build is None:
             return builder(model_cls, variant, *args, **kwargs)
         return timm_moe_build(builder, model_cls, *args, **kwargs)
@@ -294,7 +338,12 @@ def add_module(module: ModuleType) -> None:
 
 def wrap_functions() -> None:
     """Wrap timm's functions wherever they are, also in a script that already imported them."""
-    wrappers: list[Any] = [_create_optimizer_v2, _create_scheduler_v2, _adaptive_clip_grad, _update_summary]
+    wrappers: list[Any] = [
+        _create_optimizer_v2,
+        _create_scheduler_v2,
+        _adaptive_clip_grad,
+        _update_summary,
+    ]
     if not records_arguments():
         wrappers.append(_create_model)
     others = [module for name, module in list(sys.modules.items()) if name != __name__]
@@ -305,13 +354,18 @@ def wrap_functions() -> None:
 
 def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
     """The owner of each method or builder to wrap, its name, and its wrapper."""
-    for name, module in list(sys.modules.items()):  # entrypoints look the builder up in their own module
+    # Entrypoints look the builder up in their own module.
+    for name, module in list(sys.modules.items()):
         is_public = name.startswith("timm.models.") and not name.startswith("timm.models._")
         if is_public and hasattr(module, "build_model_with_cfg"):
             yield module, "build_model_with_cfg", _with_another_build
     for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
         yield scheduler_class, "step", functools.partial(_at_scheduler_step, position="epoch")
-        yield scheduler_class, "step_update", functools.partial(_at_scheduler_step, position="num_updates")
+        yield (
+            scheduler_class,
+            "step_update",
+            functools.partial(_at_scheduler_step, position="num_updates"),
+        )
     yield TrainingTask, "__call__", _with_router_losses
     distillations = (LogitDistillationTask, FeatureDistillationTask, TokenDistillationTask)
     for task in (ClassificationTask, *distillations):
@@ -343,6 +397,6 @@ def require_installed() -> None:
     """Raise ImportError where this package failed to load: timm cannot forget the names that it had registered."""
     if not _undo:
         raise ImportError(
-            "timm_moe could not be loaded, as a warning said, or its hooks were taken off: its models would train "
-            "without them."
+            "timm_moe could not be loaded, as a warning said, or its hooks were taken off: its "
+            "models would train without them."
         )

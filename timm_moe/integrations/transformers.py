@@ -1,8 +1,8 @@
 """Hugging Face's Trainer: ``Trainer(callbacks=[ExpertCallback()])`` trains experts as timm's train.py does.
 
-A callback of transformers sees neither the loss before the backward pass, nor a log before it is sent, nor the end of a
-run that fails. So this module wraps methods of ``Trainer`` as it is imported; they do nothing more in a Trainer without
-an :class:`ExpertCallback`.
+A callback of transformers sees neither the loss before the backward pass, nor a log before it is
+sent, nor the end of a run that fails. So this module wraps methods of ``Trainer`` as it is
+imported; they do nothing more in a Trainer without an :class:`ExpertCallback`.
 """
 
 import functools
@@ -21,27 +21,38 @@ from ..training.loop import expert_statistics, start_averaging
 from ..training.router_losses import add_losses, gathering
 
 try:
-    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import (
+        PreTrainedModel,
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError as error:
     raise ImportError(
-        "timm_moe.integrations.transformers needs transformers 5 and accelerate: pip install 'timm_moe[transformers]'."
+        "timm_moe.integrations.transformers needs transformers 5 and accelerate: pip install "
+        "'timm_moe[transformers]'."
     ) from error
 
 
 class ExpertCallback(TrainerCallback):
     """Averages the experts after every optimizer step, and adds the router losses to the loss and to the log.
 
-    The experts are averaged at the rate and by the schedule that their layers were created with, over the steps of the
-    run. A resumed run goes on where it was. The loss holds the weighted router losses, however it is computed: by the
-    model, by label smoothing or by ``compute_loss_func``, and with gradient accumulation. ``Trainer.log`` holds the
-    statistics of each router since the last log.
+    The experts are averaged at the rate and by the schedule that their layers were created with,
+    over the steps of the run. A resumed run goes on where it was. The loss holds the weighted
+    router losses, however it is computed: by the model, by label smoothing or by
+    ``compute_loss_func``, and with gradient accumulation. ``Trainer.log`` holds the statistics of
+    each router since the last log.
 
-    In training an ensemble inside one model, as pBE, has outputs (B, M, C) of M members. Each of them is compared with
-    its image's label: the loss, ``compute_loss_func`` too, gets logits (B M, C) and each label M times.
+    In training an ensemble inside one model, as pBE, has outputs (B, M, C) of M members. Each of
+    them is compared with its image's label: the loss, ``compute_loss_func`` too, gets logits (B M,
+    C) and each label M times.
 
     A subclass of Trainer with a ``compute_loss`` of its own that does not call Trainer's adds
-    :func:`timm_moe.auxiliary_loss` itself; where it does not, the optimizer's next step raises an error.
+    :func:`timm_moe.auxiliary_loss` itself; where it does not, the optimizer's next step raises an
+    error.
 
     Raises:
         ValueError: as :func:`timm_moe.training.start_averaging`, when training begins.
@@ -55,7 +66,9 @@ class ExpertCallback(TrainerCallback):
     ) -> None:
         model = kwargs["model"]
         if moe_layers(model) or not _ensembles(model):
-            self.averaging = start_averaging(model, kwargs["optimizer"], state.max_steps, state.global_step)
+            self.averaging = start_averaging(
+                model, kwargs["optimizer"], state.max_steps, state.global_step
+            )
 
     def stop(self) -> None:
         """Stop averaging at the end of the run, or after an error."""
@@ -77,8 +90,8 @@ def _as_images(ensemble: nn.Module, args: Any, logits: Tensor) -> Tensor:
 def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
     """Load a folder of ``save_pretrained`` into a model that was converted by the same options.
 
-    ``from_pretrained`` knows the dense architecture alone, so it refuses such a folder: make the model from its config,
-    convert it, then call this.
+    ``from_pretrained`` knows the dense architecture alone, so it refuses such a folder: make the
+    model from its config, convert it, then call this.
 
     Args:
         model: with expert layers.
@@ -93,7 +106,9 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
     files = [whole] if whole.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no model.safetensors.")
-    state_dict = {name: tensor for file in files for name, tensor in load_file(require_file(file)).items()}
+    state_dict = {
+        name: tensor for file in files for name, tensor in load_file(require_file(file)).items()
+    }
     _take_saved_names(model, state_dict)
     model.load_state_dict(state_dict)
 
@@ -101,8 +116,9 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
 def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> None:
     """Rename the tensors of ``save_pretrained`` to the names of the model; a load-state-dict pre-hook.
 
-    ``save_pretrained`` writes some architectures, as ViT, by the names of earlier versions. ``from_pretrained`` knows
-    them, but the resumption of a Trainer does not: it loads tensors of the same name, and only warns of the others.
+    ``save_pretrained`` writes some architectures, as ViT, by the names of earlier versions.
+    ``from_pretrained`` knows them, but the resumption of a Trainer does not: it loads tensors of
+    the same name, and only warns of the others.
     """
     own = model.state_dict()
     names = {id(tensor): name for name, tensor in own.items()}
@@ -120,8 +136,14 @@ def _wrap(name: str) -> Any:
 
         @functools.wraps(method)
         def call(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-            found = [each for each in self.callback_handler.callbacks if isinstance(each, ExpertCallback)]
-            return function(method, self, found[0], *args, **kwargs) if found else method(self, *args, **kwargs)
+            found = [
+                each for each in self.callback_handler.callbacks if isinstance(each, ExpertCallback)
+            ]
+            return (
+                function(method, self, found[0], *args, **kwargs)
+                if found
+                else method(self, *args, **kwargs)
+            )
 
         setattr(Trainer, name, call)
         return function
@@ -146,7 +168,9 @@ def _add_router_losses(
                 members = ensemble.ensemble_size
                 hooks.enter_context(ensemble.register_forward_hook(_as_images))
                 inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(members, 0)}
-                num_items_in_batch = None if num_items_in_batch is None else num_items_in_batch * members
+                num_items_in_batch = (
+                    None if num_items_in_batch is None else num_items_in_batch * members
+                )
         result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
     if not model.training:
         return result
@@ -163,7 +187,12 @@ def _add_router_losses(
 
 @_wrap("log")
 def _log_statistics(
-    log: Any, trainer: Any, callback: ExpertCallback, logs: dict[str, float], *args: Any, **kwargs: Any
+    log: Any,
+    trainer: Any,
+    callback: ExpertCallback,
+    logs: dict[str, float],
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     if "loss" in logs:  # of training
         logs.update(expert_statistics(trainer.model, callback.averaging))
@@ -171,7 +200,9 @@ def _log_statistics(
 
 
 @_wrap("train")
-def _stop_at_the_end(train: Any, trainer: Trainer, callback: ExpertCallback, *args: Any, **kwargs: Any) -> Any:
+def _stop_at_the_end(
+    train: Any, trainer: Trainer, callback: ExpertCallback, *args: Any, **kwargs: Any
+) -> Any:
     try:
         return train(trainer, *args, **kwargs)
     finally:
@@ -180,7 +211,9 @@ def _stop_at_the_end(train: Any, trainer: Trainer, callback: ExpertCallback, *ar
 
 @_wrap("_load_from_checkpoint")
 @_wrap("_load_best_model")
-def _load_saved_names(load: Any, trainer: Any, callback: ExpertCallback, *args: Any, **kwargs: Any) -> Any:
+def _load_saved_names(
+    load: Any, trainer: Any, callback: ExpertCallback, *args: Any, **kwargs: Any
+) -> Any:
     if not isinstance(trainer.model, PreTrainedModel):
         return load(trainer, *args, **kwargs)
     register = trainer.model.register_load_state_dict_pre_hook

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 class BalancingBias(nn.Module):
     """Bias that rises by ``rate`` at an optimizer step for experts with less than the mean load, and falls for others.
 
-    The bias is a whole number of steps in float32, whatever the model is cast to. Its mean over the experts is zero.
+    The bias is a whole number of steps in float32, whatever the model is cast to. Its mean over the
+    experts is zero.
 
     Args:
         num_experts: E.
@@ -18,10 +19,11 @@ class BalancingBias(nn.Module):
 
     Attributes:
         steps: (E,) buffer, steps up minus steps down of each expert.
-        load: (E,) number of choices of each expert since the last optimizer step, in this process; None for no choice.
-        process_groups: groups of ``torch.distributed`` whose processes train the layer as one, so that the choices of
-            all of them count; None until the first step finds them, of the DistributedDataParallel or the mesh around
-            the layer. Name them where there is neither.
+        load: (E,) number of choices of each expert since the last optimizer step, in this process;
+            None for no choice.
+        process_groups: groups of ``torch.distributed`` whose processes train the layer as one, so
+            that the choices of all of them count; None until the first step finds them, of the
+            DistributedDataParallel or the mesh around the layer. Name them where there is neither.
     """
 
     steps: Tensor
@@ -59,5 +61,6 @@ class BalancingBias(nn.Module):
         super()._load_from_state_dict(*args)
         self.load = None  # choices by other weights
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy counts its own choices, and belongs to other processes
+    # A copy counts its own choices, and belongs to other processes.
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "load": None, "process_groups": None}

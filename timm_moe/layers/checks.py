@@ -5,23 +5,31 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def check_number(name: str, value: Any, low: float, above: bool = False, or_none: bool = False) -> None:
+def check_number(
+    name: str, value: Any, low: float, above: bool = False, or_none: bool = False
+) -> None:
     """Raise ValueError unless ``value`` is a finite number, at least ``low`` or above it."""
     if or_none and value is None:
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )
     if not number or value < low or (above and value == low):
         bound = f"{'above' if above else 'of at least'} {low}{' or None' if or_none else ''}"
         raise ValueError(f"{name} must be a number {bound}, got {value!r}.")
 
 
-def check_integer(name: str, value: Any, low: int, high: int | None = None, or_none: bool = False) -> None:
+def check_integer(
+    name: str, value: Any, low: int, high: int | None = None, or_none: bool = False
+) -> None:
     """Raise ValueError unless ``value`` is an integer from ``low`` to ``high``."""
     if or_none and value is None:
         return
     if type(value) is not int or value < low or (high is not None and value > high):
         bound = f"of at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be an integer {bound}{' or None' if or_none else ''}, got {value!r}.")
+        raise ValueError(
+            f"{name} must be an integer {bound}{' or None' if or_none else ''}, got {value!r}."
+        )
 
 
 def check_flag(name: str, value: Any) -> None:

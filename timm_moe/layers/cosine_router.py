@@ -1,6 +1,7 @@
 """The cosine router of Swin-MoE (Tutel, arXiv 2206.03382).
 
-Shape suffixes: D width, P width of the projection, E experts, G groups, B images of a group, N rows of an image.
+Shape suffixes: D width, P width of the projection, E experts, G groups, B images of a group, N rows
+of an image.
 """
 
 import math
@@ -20,8 +21,9 @@ MOST_SCALE, FIRST_SCALE = 100.0, 2.0
 class CosineRouter(TopKRouter):
     """Sends each row to the K experts whose weights make the smallest angles with its projection.
 
-    The logit of a row and an expert is the cosine between the row's linear projection to P = 256 dimensions and the
-    expert's weights, times a learned scale. All else is as for :class:`TopKRouter`, which has the same arguments.
+    The logit of a row and an expert is the cosine between the row's linear projection to P = 256
+    dimensions and the expert's weights, times a learned scale. All else is as for
+    :class:`TopKRouter`, which has the same arguments.
 
     Attributes:
         weight: (E, P) parameter.
@@ -51,7 +53,8 @@ class CosineRouter(TopKRouter):
     def _logits(self, x_GBND: Tensor) -> Tensor:
         dtype = torch.promote_types(x_GBND.dtype, torch.float32)
         weight_EP, projection_PD, bias_P, log_scale = (
-            parameter.to(dtype) for parameter in (self.weight, self.projection, self.projection_bias, self.log_scale)
+            parameter.to(dtype)
+            for parameter in (self.weight, self.projection, self.projection_bias, self.log_scale)
         )
         x_GBNP = nn.functional.linear(x_GBND.to(dtype), projection_PD, bias_P)
         scale = log_scale.clamp(max=math.log(MOST_SCALE)).exp()

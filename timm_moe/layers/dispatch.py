@@ -1,7 +1,7 @@
 """The dispatcher: queues and capacities of experts, and the way of rows to the experts and back.
 
-Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, C rows that an expert takes
-of a group, N slots of the experts.
+Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, C rows
+that an expert takes of a group, N slots of the experts.
 """
 
 from collections.abc import Callable
@@ -24,20 +24,23 @@ ROUNDINGS: dict[str, Callable[[int, int], int]] = {
 class Routing(NamedTuple):
     """The rows that each expert gets, and the way of its outputs back.
 
-    Shapes do not depend on the choices, so a routing is made without a wait for the device. It holds what is computed
-    once for a layer. What its maker knows without computing is None.
+    Shapes do not depend on the choices, so a routing is made without a wait for the device. It
+    holds what is computed once for a layer. What its maker knows without computing is None.
 
     Attributes:
-        token_indices: (N,) row of the input in each slot of the experts' input, in the order of the experts. A slot
-            that no choice has holds some row.
-        offsets: (E,) end of each expert's slots; None with a capacity. Slots past the last one are padding, whose
-            outputs are zero.
-        slots: (T, K) slot of each choice of a row; None if each row has one slot, and each slot its row. With
-            ``starts`` (N,) all slots, row by row.
-        gates: (T, K) factor of each choice's output; with ``starts`` (N,) of each slot's; None for all ones.
+        token_indices: (N,) row of the input in each slot of the experts' input, in the order of the
+            experts. A slot that no choice has holds some row.
+        offsets: (E,) end of each expert's slots; None with a capacity. Slots past the last one are
+            padding, whose outputs are zero.
+        slots: (T, K) slot of each choice of a row; None if each row has one slot, and each slot its
+            row. With ``starts`` (N,) all slots, row by row.
+        gates: (T, K) factor of each choice's output; with ``starts`` (N,) of each slot's; None for
+            all ones.
         capacity: number of slots of each expert, used or not, if all have equally many; else None.
-        is_dropped: (T, K) whether a choice is beyond the capacity of its expert; None if none can be.
-        starts: (T,) place in ``slots`` where each row's begin, if rows have different numbers of experts.
+        is_dropped: (T, K) whether a choice is beyond the capacity of its expert; None if none can
+            be.
+        starts: (T,) place in ``slots`` where each row's begin, if rows have different numbers of
+            experts.
     """
 
     token_indices: Tensor
@@ -53,10 +56,18 @@ class Routing(NamedTuple):
         if self.starts is not None:
             return self.table(len(self.starts))[0]
         if self.slots is None:
-            expert_N = self._expert_of(torch.arange(len(self.token_indices), device=self.token_indices.device))
-            return torch.empty_like(expert_N).index_copy_(0, self.token_indices, expert_N).unsqueeze(1)
+            expert_N = self._expert_of(
+                torch.arange(len(self.token_indices), device=self.token_indices.device)
+            )
+            return (
+                torch.empty_like(expert_N).index_copy_(0, self.token_indices, expert_N).unsqueeze(1)
+            )
         expert_TK = self._expert_of(self.slots)
-        return expert_TK if self.is_dropped is None else expert_TK.masked_fill(self.is_dropped, self.num_experts())
+        return (
+            expert_TK
+            if self.is_dropped is None
+            else expert_TK.masked_fill(self.is_dropped, self.num_experts())
+        )
 
     def weights(self) -> Tensor | None:
         """(T, K) the factor of the output of each of :meth:`experts`, zero for a dropped one; None for all ones."""
@@ -92,10 +103,18 @@ class Routing(NamedTuple):
 
         def spread(of_images: Tensor | None) -> Any:
             """(B, K) to (B rows, K), all first choices first."""
-            return None if of_images is None else of_images.t().unsqueeze(2).expand(-1, -1, rows).flatten(1).t()
+            return (
+                None
+                if of_images is None
+                else of_images.t().unsqueeze(2).expand(-1, -1, rows).flatten(1).t()
+            )
 
         row = torch.arange(rows, device=self.token_indices.device)
-        slots = None if self.slots is None else (self.slots.t().unsqueeze(2) * rows + row).flatten(1).t()
+        slots = (
+            None
+            if self.slots is None
+            else (self.slots.t().unsqueeze(2) * rows + row).flatten(1).t()
+        )
         return Routing(
             token_indices=(self.token_indices.unsqueeze(1) * rows + row).flatten(),
             offsets=None if self.offsets is None else self.offsets * rows,
@@ -117,7 +136,8 @@ def images_of_group(batch: int, group_images: int | None, is_training: bool) -> 
     if is_training:
         allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
         raise ValueError(
-            f"group_images={group_images} does not divide the batch of {batch} images; {', '.join(allowed)} would."
+            f"group_images={group_images} does not divide the batch of {batch} images; "
+            f"{', '.join(allowed)} would."
         )
     return batch
 
@@ -141,29 +161,37 @@ def expert_capacity(
         most: rows of the group that may come to an expert; the capacity is no larger.
 
     Raises:
-        ValueError: if the capacity would be below 1. (A trace, which cannot refuse a batch, takes 1 then.)
+        ValueError: if the capacity would be below 1. (A trace, which cannot refuse a batch, takes 1
+            then.)
     """
-    # In whole numbers: torch.compile may make a symbol of a float, and no size can follow from that.
+    # In whole numbers: torch.compile may make a symbol of a float, and no size can follow from
+    # that.
     factor = Fraction(capacity_factor).limit_denominator(10**6)
     capacity = ROUNDINGS[rounding](choices * factor.numerator, factor.denominator * num_experts)
-    if isinstance(capacity, Tensor):  # in a trace, where a number would remain the size of the traced batch
+    # In a trace, where a number would remain the size of the traced batch.
+    if isinstance(capacity, Tensor):
         capacity = capacity.clamp(min=1)
     elif capacity < 1:
         raise ValueError(
-            f"capacity_factor={capacity_factor} leaves no place: {choices} choices over {num_experts} experts give a "
-            f"capacity of {capacity}, below 1."
+            f"capacity_factor={capacity_factor} leaves no place: {choices} choices over "
+            f"{num_experts} experts give a capacity of {capacity}, below 1."
         )
     capacity = ROUNDINGS["ceil"](capacity, multiple_of) * multiple_of
     if most is None:
         return capacity
-    return torch.minimum(capacity, torch.as_tensor(most)) if isinstance(capacity, Tensor) else min(capacity, most)
+    return (
+        torch.minimum(capacity, torch.as_tensor(most))
+        if isinstance(capacity, Tensor)
+        else min(capacity, most)
+    )
 
 
 def has_equal_slots(device: torch.device, mode: Mode) -> bool:
     """Tell if each expert has equally many slots where the capacity is known before the choices.
 
-    The experts then compute batched products, and the host waits for no count. A CPU has nothing to wait for: there an
-    expert computes its own rows alone. So does an exported program, since a capacity would limit its batch sizes.
+    The experts then compute batched products, and the host waits for no count. A CPU has nothing to
+    wait for: there an expert computes its own rows alone. So does an exported program, since a
+    capacity would limit its batch sizes.
     """
     return device.type != "cpu" and mode in (Mode.EAGER, Mode.COMPILED)
 
@@ -208,16 +236,20 @@ class Queues(NamedTuple):
     load: Tensor
 
 
-def queue(expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None, mode: Mode = Mode.EAGER) -> Queues:
+def queue(
+    expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None, mode: Mode = Mode.EAGER
+) -> Queues:
     """Line up the choices: all first choices in row order, then all second choices, ... (V-MoE, algorithm 1).
 
-    With priorities, rows of a higher one go first, equal ones in row order (batch priority routing, algorithm 2).
+    With priorities, rows of a higher one go first, equal ones in row order (batch priority routing,
+    algorithm 2).
     """
     groups, rows, choices = expert_GSK.shape
     visit_GKS = None
     expert_GKS = expert_GSK.transpose(1, 2)
     if priority_GS is not None:
-        if mode is Mode.ONNX:  # which has no stable sort, but a topk that takes the first of equal ones
+        # Which has no stable sort, but a topk that takes the first of equal ones.
+        if mode is Mode.ONNX:
             visit_GS = priority_GS.topk(rows, dim=1).indices
         else:
             visit_GS = priority_GS.argsort(dim=1, descending=True, stable=True)
@@ -248,8 +280,8 @@ def assign(
 ) -> Routing:
     """Give each choice that is within the capacity of its expert in each group a slot of the expert.
 
-    On a GPU each expert has equally many slots, unless the host may wait and three quarters would be unused. Its first
-    one is spare: what is dropped has it.
+    On a GPU each expert has equally many slots, unless the host may wait and three quarters would
+    be unused. Its first one is spare: what is dropped has it.
     """
     groups, rows, choices = expert_GSK.shape
     num_experts, num_slots = queues.load.shape[1], expert_GSK.numel()
@@ -281,7 +313,11 @@ def assign(
         if is_dropped_GKS is not None:  # after the experts' slots
             slot_GKS = slot_GKS.masked_fill(is_dropped_GKS, num_slots - 1)
         offsets = end_EG[:, -1]
-    row_GKS = torch.arange(groups * rows, device=slot_GKS.device).view(groups, 1, rows).expand_as(slot_GKS)
+    row_GKS = (
+        torch.arange(groups * rows, device=slot_GKS.device)
+        .view(groups, 1, rows)
+        .expand_as(slot_GKS)
+    )
     slot_N = slot_GKS.flatten()
     token_indices = slot_N.new_zeros(num_slots).scatter_(0, slot_N, row_GKS.flatten())
 
@@ -289,7 +325,9 @@ def assign(
         return x_GKS.transpose(0, 1).flatten(1).t()
 
     is_dropped_TK = None if is_dropped_GKS is None else of_rows(is_dropped_GKS)
-    return Routing(token_indices, offsets, of_rows(slot_GKS), gate_GSK.flatten(0, 1), of_expert, is_dropped_TK)
+    return Routing(
+        token_indices, offsets, of_rows(slot_GKS), gate_GSK.flatten(0, 1), of_expert, is_dropped_TK
+    )
 
 
 def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
@@ -309,7 +347,9 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
             f"{expert_TK.dtype} {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}."
         )
     mode = current_mode()
-    return assign(expert_TK[None], weight_TK[None], queue(expert_TK[None], num_experts, mode=mode), mode=mode)
+    return assign(
+        expert_TK[None], weight_TK[None], queue(expert_TK[None], num_experts, mode=mode), mode=mode
+    )
 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
@@ -340,8 +380,15 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
 
 def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
     """Tell if one operator sums the K slots of each row: memory limits a CPU, and compilers make their own loop."""
-    has_choices = routing.slots is not None and routing.starts is None and routing.slots.shape[1] > 1
-    return has_choices and rows.is_cpu and routing.capacity is None and not torch.compiler.is_compiling()
+    has_choices = (
+        routing.slots is not None and routing.starts is None and routing.slots.shape[1] > 1
+    )
+    return (
+        has_choices
+        and rows.is_cpu
+        and routing.capacity is None
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -352,16 +399,21 @@ def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return routing.token_indices, slots, routing.starts
 
 
-# The derivatives of torch's own operators add rows by atomic operations on GPUs, in an order that changes from run to
-# run. M is K T where rows have K slots, else T.
+# The derivatives of torch's own operators add rows by atomic operations on GPUs, in an order that
+# changes from run to run. M is K T where rows have K slots, else T.
 
 
 def _written(rows: Tensor, index: Tensor, values: Tensor) -> Tensor:
     """Write values into new rows, in place in eager mode.
 
-    torch 2.11 compiles what an autograd function wrote in place to a constant, whose gradient is zero.
+    torch 2.11 compiles what an autograd function wrote in place to a constant, whose gradient is
+    zero.
     """
-    return rows.index_copy(0, index, values) if torch.compiler.is_compiling() else rows.index_copy_(0, index, values)
+    return (
+        rows.index_copy(0, index, values)
+        if torch.compiler.is_compiling()
+        else rows.index_copy_(0, index, values)
+    )
 
 
 class _ToExperts(torch.autograd.Function):
@@ -369,7 +421,11 @@ class _ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x_TD: Tensor, token_N: Tensor, slot_M: Tensor | None, starts_T: Tensor | None, is_dropped_M1: Tensor | None
+        x_TD: Tensor,
+        token_N: Tensor,
+        slot_M: Tensor | None,
+        starts_T: Tensor | None,
+        is_dropped_M1: Tensor | None,
     ) -> Tensor:
         return x_TD.index_select(0, token_N)
 
@@ -393,7 +449,11 @@ class _ToRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        y_ND: Tensor, token_N: Tensor, slot_M: Tensor | None, starts_T: Tensor | None, is_dropped_M1: Tensor | None
+        y_ND: Tensor,
+        token_N: Tensor,
+        slot_M: Tensor | None,
+        starts_T: Tensor | None,
+        is_dropped_M1: Tensor | None,
     ) -> Tensor:
         if slot_M is None:
             return _written(torch.empty_like(y_ND), token_N, y_ND)
@@ -420,7 +480,11 @@ class _ToSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        grad_MD: Tensor, token_N: Tensor, slot_M: Tensor | None, starts_T: Tensor | None, is_dropped_M1: Tensor | None
+        grad_MD: Tensor,
+        token_N: Tensor,
+        slot_M: Tensor | None,
+        starts_T: Tensor | None,
+        is_dropped_M1: Tensor | None,
     ) -> Tensor:
         if slot_M is None or starts_T is not None:
             return grad_MD.index_select(0, token_N)
@@ -454,7 +518,9 @@ class _WeightedSum(torch.autograd.Function):
         grad_ND, grad_gate_TK = grad_TD.index_select(0, token_N), None
         if ctx.needs_input_grad[1]:
             grad_gate_TK = torch.linalg.vecdot(grad_ND, y_ND)[slot_TK]
-        gate_N = gate_TK.new_zeros(token_N.shape[0]).scatter(0, slot_TK.flatten(), gate_TK.flatten())
+        gate_N = gate_TK.new_zeros(token_N.shape[0]).scatter(
+            0, slot_TK.flatten(), gate_TK.flatten()
+        )
         return grad_ND * gate_N.unsqueeze(1), grad_gate_TK, None, None
 
 

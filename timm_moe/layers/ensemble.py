@@ -17,26 +17,39 @@ from .moe_mlp import MoeMlp
 def tile(blocks: Sequence[nn.Module], copies: int) -> list[RemovableHandle]:
     """Let blocks that follow each other see each image M times in a row, by hooks (pBE, arXiv 2110.03360, section 4).
 
-    The input of the first is repeated. A mask of attention for each image, (B, 1, N, N), and padding that another hook
-    noted for the expert layers of a block hold for all copies of the image.
+    The input of the first is repeated. A mask of attention for each image, (B, 1, N, N), and
+    padding that another hook noted for the expert layers of a block hold for all copies of the
+    image.
     """
     hook = partial(_tile, copies=copies)
     return [
-        block.register_forward_pre_hook(partial(hook, is_first=block is blocks[0]), with_kwargs=True)
+        block.register_forward_pre_hook(
+            partial(hook, is_first=block is blocks[0]), with_kwargs=True
+        )
         for block in blocks
     ]
 
 
 def _tile(
-    block: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, copies: int, is_first: bool
+    block: nn.Module,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    copies: int,
+    is_first: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x = inputs[0].repeat_interleave(copies, 0) if is_first else inputs[0]
     mask = kwargs.get("attn_mask")
     if isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) * copies == len(x):
         kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(copies, 0)}
-    # The hook that notes padding comes before or after: compiled, torch before 2.14 confuses hooks with prepend=True.
+    # The hook that notes padding comes before or after: compiled, torch before 2.14 confuses hooks
+    # with prepend=True.
     for layer in block.children():
-        if isinstance(layer, MoeMlp) and layer.padding is not None and len(layer.padding) * copies == len(x):
+        if (
+            isinstance(layer, MoeMlp)
+            and layer.padding is not None
+            and len(layer.padding) * copies == len(x)
+        ):
             layer.padding = layer.padding.repeat_interleave(copies, 0)
     return (x, *inputs[1:]), kwargs
 

@@ -1,6 +1,7 @@
 """Expert Choice (arXiv 2202.09368): each expert chooses rows, instead of each row experts.
 
-Shape suffixes: T rows, D width, E experts, G groups, S rows of a group, C rows that an expert takes of a group.
+Shape suffixes: T rows, D width, E experts, G groups, S rows of a group, C rows that an expert takes
+of a group.
 """
 
 import math
@@ -19,18 +20,20 @@ GATE_MODES = ("prob", "renorm")
 class ExpertChoiceRouter(Router):
     """Lets each expert take the C rows of a group with its largest gates (section 3.2).
 
-    All experts have equally many rows, so there is no loss. A row goes to none, one or several experts. Gates are the
-    softmax over all experts, in float32 at least, under autocast too.
+    All experts have equally many rows, so there is no loss. A row goes to none, one or several
+    experts. Gates are the softmax over all experts, in float32 at least, under autocast too.
 
     Args:
         dim: D.
         num_experts: E.
         capacity_factor: experts of a row on average: ``C = round(S * capacity_factor / E)``.
-        noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the logits.
-        gate_mode: factor of an expert's output: ``"prob"``, its gate, or ``"renorm"``, its gate divided by the sum over
-            the experts that took the row.
-        group_images: entries of the batch among whose rows an expert chooses; by default one, so that the outputs for
-            an image do not depend on others. In eval mode a batch that they do not divide is one group.
+        noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the
+            logits.
+        gate_mode: factor of an expert's output: ``"prob"``, its gate, or ``"renorm"``, its gate
+            divided by the sum over the experts that took the row.
+        group_images: entries of the batch among whose rows an expert chooses; by default one, so
+            that the outputs for an image do not depend on others. In eval mode a batch that they do
+            not divide is one group.
 
     Attributes:
         weight: (E, D) parameter.
@@ -39,7 +42,8 @@ class ExpertChoiceRouter(Router):
         ValueError: on an option outside its range.
     """
 
-    depends_on_input = False  # a row has no first choice, and each image gives each expert equally many rows
+    # A row has no first choice, and each image gives each expert equally many rows.
+    depends_on_input = False
     needs_whole_images = True
 
     def __init__(
@@ -77,12 +81,15 @@ class ExpertChoiceRouter(Router):
         """Route the rows of x of shape (B, ..., D).
 
         Raises:
-            ValueError: in training, if ``group_images`` does not divide B, or if an expert would take no row.
+            ValueError: in training, if ``group_images`` does not divide B, or if an expert would
+                take no row.
         """
         batch, rows = x.shape[0], math.prod(x.shape[1:-1])
         images, experts = images_of_group(batch, self.group_images, self.training), self.num_experts
         groups, size = batch // images, images * rows
-        capacity = expert_capacity(size, experts, self.capacity_factor, "round", multiple_of=1, most=size)
+        capacity = expert_capacity(
+            size, experts, self.capacity_factor, "round", multiple_of=1, most=size
+        )
         with no_autocast(x):
             logits_GSE = linear_logits(x.reshape(groups, size, x.shape[-1]), self.weight)
             if self.noise_std and self.training:

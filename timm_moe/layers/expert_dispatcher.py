@@ -1,7 +1,7 @@
 """Experts that are spread over processes, of which each holds E / R.
 
-Shape suffixes: N rows of this process, M rows that come to it, D width, E experts of the layer, R processes, L experts
-of a process (E / R).
+Shape suffixes: N rows of this process, M rows that come to it, D width, E experts of the layer, R
+processes, L experts of a process (E / R).
 """
 
 from collections.abc import Callable
@@ -18,32 +18,36 @@ class Dispatcher:
     """Runs the experts of this process on rows of this process: each trains on its own images (EWA).
 
     Args:
-        mesh: a ``torch.distributed.device_mesh.DeviceMesh`` of one dimension, of which process r holds experts r L to
-            (r + 1) L - 1.
+        mesh: a ``torch.distributed.device_mesh.DeviceMesh`` of one dimension, of which process r
+            holds experts r L to (r + 1) L - 1.
     """
 
     def __init__(self, mesh: Any):
         self.mesh = mesh
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Dispatcher":  # a copy of a layer is of the same processes
+    # A copy of a layer is of the same processes.
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Dispatcher":
         return self
 
-    def run(self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor | None, capacity: int | None) -> Tensor:
+    def run(
+        self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor | None, capacity: int | None
+    ) -> Tensor:
         """Apply experts to runs of rows, as :meth:`Experts.run`, whose part for one process ``experts`` is."""
         return experts(x_ND, end, capacity)
 
     def own(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this process's part (L, ...) of weights that are DTensors (E, ...).
 
-        Gradients are divided by the number of processes, as the loss of one process is that part of the whole.
+        Gradients are divided by the number of processes, as the loss of one process is that part of
+        the whole.
 
         Raises:
             RuntimeError: in a trace or export.
         """
         if current_mode() not in (Mode.EAGER, Mode.COMPILED):
             raise RuntimeError(
-                "Experts in different processes cannot be exported: load the whole weights (get_model_state_dict) into "
-                "a model of one process, and export that."
+                "Experts in different processes cannot be exported: load the whole weights "
+                "(get_model_state_dict) into a model of one process, and export that."
             )
         parts = {name: weight.to_local() for name, weight in weights.items()}  # type: ignore[attr-defined]
         return {name: _Joint.apply(part, 1 / self.mesh.size()) for name, part in parts.items()}
@@ -52,8 +56,14 @@ class Dispatcher:
     def mean(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Average weights over the processes, which call it together, and its backward too."""
         group, processes = self.mesh.get_group(), self.mesh.size()
-        wide = {name: weight.float() if weight.itemsize < 4 else weight for name, weight in weights.items()}
-        return {name: (_Joint.apply(w, 1, group) / processes).to(weights[name].dtype) for name, w in wide.items()}
+        wide = {
+            name: weight.float() if weight.itemsize < 4 else weight
+            for name, weight in weights.items()
+        }
+        return {
+            name: (_Joint.apply(w, 1, group) / processes).to(weights[name].dtype)
+            for name, w in wide.items()
+        }
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -63,7 +73,9 @@ class AllToAllDispatcher(Dispatcher):
     """
 
     @torch.compiler.disable
-    def run(self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor | None, capacity: int | None) -> Tensor:
+    def run(
+        self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor | None, capacity: int | None
+    ) -> Tensor:
         group, processes = self.mesh.get_group(), self.mesh.size()
         if end is None:
             assert capacity is not None
@@ -112,4 +124,8 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad if ctx.group is None else _Joint.apply(grad, 1, ctx.group)) * ctx.scale, None, None
+        return (
+            (grad if ctx.group is None else _Joint.apply(grad, 1, ctx.group)) * ctx.scale,
+            None,
+            None,
+        )

@@ -20,7 +20,8 @@ from .grouped import Runs, runs_of, sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent", "drop")
-#: Classes that a sharded :class:`Stacked` gets, by FSDP1 and FSDP2: they hold the weights during a call only.
+#: Classes that a sharded :class:`Stacked` gets, by FSDP1 and FSDP2: they hold the weights during a
+#: call only.
 FREEING = ("FullyShardedDataParallel", "FSDPStacked")
 #: Modules and options that a layer gets after its experts.
 LATER = ("router", "shared", "shared_init")
@@ -32,54 +33,70 @@ class StackedParameters(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args):
         for name, parameter in self.named_parameters(recurse=False):
             loaded = state_dict.get(prefix + name)
-            if loaded is not None and loaded.ndim == parameter.ndim and len(loaded) != len(parameter):
+            if (
+                loaded is not None
+                and loaded.ndim == parameter.ndim
+                and len(loaded) != len(parameter)
+            ):
                 raise ValueError(
-                    f"The checkpoint has {len(loaded)} experts in {prefix}{name}, the model has {len(parameter)}: "
-                    f"create the model with num_experts={len(loaded)}."
+                    f"The checkpoint has {len(loaded)} experts in {prefix}{name}, the model has "
+                    f"{len(parameter)}: create the model with num_experts={len(loaded)}."
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={tuple(parameter.shape)}" for name, parameter in self.named_parameters())
+        return ", ".join(
+            f"{name}={tuple(parameter.shape)}" for name, parameter in self.named_parameters()
+        )
 
 
 class Stacked(StackedParameters):
     """Stands for a module inside the dense network, such as a linear layer.
 
-    It is called for its weights, so that hooks and wrappers act: offloading, spectral norm, pruning, PEFT's adapters.
+    It is called for its weights, so that hooks and wrappers act: offloading, spectral norm,
+    pruning, PEFT's adapters.
     """
 
     def forward(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-        weights = tuple(getattr(self, name) for name in names)  # torch's backward hooks know no lists
-        # torch's FlopCounterMode asks what a module returns for its gradient, which inference mode does not have.
+        # torch's backward hooks know no lists.
+        weights = tuple(getattr(self, name) for name in names)
+        # torch's FlopCounterMode asks what a module returns for its gradient, which inference mode
+        # does not have.
         is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         is_plain = not hasattr(weights[0], "placements")  # a DTensor cannot be detached there
-        return tuple(weight.detach() for weight in weights) if is_inference and is_plain else weights
+        return (
+            tuple(weight.detach() for weight in weights) if is_inference and is_plain else weights
+        )
 
 
 class Experts(StackedParameters):
     """E copies of a feed-forward network, stacked along a new first dimension.
 
-    Parameters keep their names: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight`` of shape (E, H, D). Loading a
-    dense state dict gives every expert a copy of it (sparse upcycling), or a part. Modules without weights, such as
-    activations and dropouts, are submodules that all experts share; replacing one changes the experts.
+    Parameters keep their names: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight`` of shape (E,
+    H, D). Loading a dense state dict gives every expert a copy of it (sparse upcycling), or a part.
+    Modules without weights, such as activations and dropouts, are submodules that all experts
+    share; replacing one changes the experts.
 
     Args:
-        ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and hold no buffers.
+        ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and
+            hold no buffers.
         num_experts: E.
-        expert_init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"`` keeps them in the
-            first and draws the others with the same mean and standard deviation (EWA, section 3.1: from scratch).
-            ``"drop"`` copies them, and draws half of each expert's hidden units again, also when a dense state dict is
-            loaded (Drop-Upcycling, arXiv 2502.19261).
+        expert_init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"``
+            keeps them in the first and draws the others with the same mean and standard deviation
+            (EWA, section 3.1: from scratch). ``"drop"`` copies them, and draws half of each
+            expert's hidden units again, also when a dense state dict is loaded (Drop-Upcycling,
+            arXiv 2502.19261).
         expert_dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
-        expert_width: 1 / M: expert e is part e % M of ``ffn``, see :class:`HiddenUnits` (fine-grained experts).
+        expert_width: 1 / M: expert e is part e % M of ``ffn``, see :class:`HiddenUnits`
+            (fine-grained experts).
 
     Attributes:
         parts: M, the number of experts that join to one dense network.
 
     Raises:
-        ValueError: on an option outside its range, if ``ffn`` has buffers, no dropout that can be set, no hidden units
-            that can be cut or drawn again, or a part with a name that the layer needs.
+        ValueError: on an option outside its range, if ``ffn`` has buffers, no dropout that can be
+            set, no hidden units that can be cut or drawn again, or a part with a name that the
+            layer needs.
     """
 
     path: str = ""
@@ -102,34 +119,46 @@ class Experts(StackedParameters):
         check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
-        # The dense network without weights. It is not a submodule, so that its parameters are not listed.
-        memo: dict[int, object] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()}
+        # The dense network without weights. It is not a submodule, so that its parameters are not
+        # listed.
+        memo: dict[int, object] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()
+        }
         object.__setattr__(self, "_ffn", copy.deepcopy(ffn, memo))
         object.__setattr__(self, "_grouped", grouped_form(self._ffn))
         self._units = HiddenUnits(self._ffn, expert_width, is_needed=expert_init == "drop")
         self.parts = self._units.parts
-        self._dense_rates: dict[str, float] = {}  # dropout rates of the dense network, if the experts have another rate
+        # Dropout rates of the dense network, if the experts have another rate.
+        self._dense_rates: dict[str, float] = {}
         if expert_dropout is not None:
             self._set_dropout(expert_dropout)
-        #: Shapes (E, ...) of the stacked parameters, by their dense names; a wrapper (FSDP1) may hold them in pieces.
+        #: Shapes (E, ...) of the stacked parameters, by their dense names; a wrapper (FSDP1) may
+        #: hold them in pieces.
         self.stacked_shapes: dict[str, torch.Size] = {}
         #: Names of the weights of each module inside, by its path.
         self._weights: dict[str, tuple[str, ...]] = {}
-        self._shared: list[str] = []  # paths of the outermost modules without weights, which all experts share
+        # Paths of the outermost modules without weights, which all experts share.
+        self._shared: list[str] = []
         for name in (*ffn._parameters, *ffn._modules):
             if hasattr(self, name) or name in LATER:
                 raise ValueError(
-                    f"A {type(ffn).__name__} with a part called {name!r} cannot be stacked into experts, as their "
-                    "layer needs this name: rename the part."
+                    f"A {type(ffn).__name__} with a part called {name!r} cannot be stacked into "
+                    "experts, as their layer needs this name: rename the part."
                 )
-        self._stack(ffn, self, self._initial(dict(ffn.named_parameters(remove_duplicate=False)), expert_init))
+        self._stack(
+            ffn,
+            self,
+            self._initial(dict(ffn.named_parameters(remove_duplicate=False)), expert_init),
+        )
         matrices = (shape for shape in self.stacked_shapes.values() if len(shape) == 3)
         self._widths = tuple({width for shape in matrices for width in shape[1:]})
 
     def _set_dropout(self, rate: float) -> None:
         self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
         if not self._dense_rates:
-            raise ValueError(f"A {type(self._ffn).__name__} has no dropout, so expert_dropout cannot be set.")
+            raise ValueError(
+                f"A {type(self._ffn).__name__} has no dropout, so expert_dropout cannot be set."
+            )
         for _, dropout in dropouts(self._ffn):
             dropout.p = float(rate)
 
@@ -138,7 +167,10 @@ class Experts(StackedParameters):
         """First weights of the experts, (E, ...), made from a dense network's."""
         parts = {name: self._units.cut(name, weight.detach()) for name, weight in dense.items()}
         experts = range(self.num_experts)
-        stacked = {name: torch.stack([part[e % self.parts] for e in experts]) for name, part in parts.items()}
+        stacked = {
+            name: torch.stack([part[e % self.parts] for e in experts])
+            for name, part in parts.items()
+        }
         if init == "independent":
             for first, *others in stacked.values():
                 mean, std = first.mean(), first.std(correction=0)
@@ -149,11 +181,15 @@ class Experts(StackedParameters):
                 self._units.redraw_({name: weight[expert] for name, weight in stacked.items()})
         return stacked
 
-    def _stack(self, module: nn.Module, into: nn.Module, initial: Mapping[str, Tensor], path: str = "") -> None:
+    def _stack(
+        self, module: nn.Module, into: nn.Module, initial: Mapping[str, Tensor], path: str = ""
+    ) -> None:
         """Stack the parameters of a module of the network and of those inside it; share modules without weights."""
         for name, parameter in module.named_parameters(recurse=False):
             stacked = initial[f"{path}.{name}".strip(".")]
-            into.register_parameter(name, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+            into.register_parameter(
+                name, nn.Parameter(stacked, requires_grad=parameter.requires_grad)
+            )
             self.stacked_shapes[f"{path}.{name}".strip(".")] = stacked.shape
             self._weights[path] = (*self._weights.get(path, ()), name)
         for name, child in module.named_children():
@@ -167,11 +203,20 @@ class Experts(StackedParameters):
 
     def _dense_in(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
         """The weights of a dense network in a state dict, by their names in the network."""
-        found = {name: state_dict[prefix + name] for name in self.stacked_shapes if prefix + name in state_dict}
-        return {name: weight for name, weight in found.items() if weight.shape == self._ffn.get_parameter(name).shape}
+        found = {
+            name: state_dict[prefix + name]
+            for name in self.stacked_shapes
+            if prefix + name in state_dict
+        }
+        return {
+            name: weight
+            for name, weight in found.items()
+            if weight.shape == self._ffn.get_parameter(name).shape
+        }
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        init = "drop" if self.expert_init == "drop" else "same"  # a dense network leaves nothing independent
+        # A dense network leaves nothing independent.
+        init = "drop" if self.expert_init == "drop" else "same"
         for name, stacked in self._initial(self._dense_in(state_dict, prefix), init).items():
             state_dict[prefix + name] = stacked
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -183,8 +228,8 @@ class Experts(StackedParameters):
     def expert_weights(self) -> dict[str, Tensor]:
         """The weights that the experts compute with, (E, ...), by their dense names.
 
-        A module inside with hooks or another class is called for its weights, so that hooks and PEFT's adapters take
-        part. RuntimeError if it frees them after the call.
+        A module inside with hooks or another class is called for its weights, so that hooks and
+        PEFT's adapters take part. RuntimeError if it frees them after the call.
         """
         weights: dict[str, Tensor] = {}
         for path, names in self._weights.items():
@@ -194,10 +239,15 @@ class Experts(StackedParameters):
             module = attrgetter(path)(self)
             if type(module).__name__ in FREEING:
                 raise RuntimeError(
-                    f"{path} of the experts in {self.path or 'an expert layer'} is sharded by itself, so its weights "
-                    "are freed before the experts compute: shard the expert layer or its block instead."
+                    f"{path} of the experts in {self.path or 'an expert layer'} is sharded by "
+                    "itself, so its weights are freed before the experts compute: shard the expert "
+                    "layer or its block instead."
                 )
-            values = tuple(getattr(module, name) for name in names) if _only_holds(module) else module(names)
+            values = (
+                tuple(getattr(module, name) for name in names)
+                if _only_holds(module)
+                else module(names)
+            )
             weights.update(zip((f"{path}.{name}" for name in names), values, strict=True))
         return weights if self.dispatcher is None else self.dispatcher.own(weights)
 
@@ -205,13 +255,19 @@ class Experts(StackedParameters):
         """The modules without weights as they are now, by their dense names: users replace activations."""
         return {path: attrgetter(path)(self) for path in self._shared}
 
-    def _call(self, network: nn.Module, tensors: Mapping[str, Tensor | None], x: Tensor, mode: Mode) -> Tensor:
+    def _call(
+        self, network: nn.Module, tensors: Mapping[str, Tensor | None], x: Tensor, mode: Mode
+    ) -> Tensor:
         return call_with(network, tensors, self._shared_modules(), x, mode)
 
     def adapted(self) -> list[str]:
         """Names, as in the dense network, of the modules that have adapters of PEFT."""
         # Asked of the class, a wrapper of PEFT, as FSDP1's wrappers pass on attributes.
-        return [path for path in self._weights if path and hasattr(type(attrgetter(path)(self)), "active_adapter")]
+        return [
+            path
+            for path in self._weights
+            if path and hasattr(type(attrgetter(path)(self)), "active_adapter")
+        ]
 
     @torch.no_grad()
     def stacked_weights(self) -> dict[str, Tensor]:
@@ -220,7 +276,10 @@ class Experts(StackedParameters):
         ValueError if adapters are unmerged, or parts are left over.
         """
         self._require_merged(self.adapted())
-        return {name: self._units.join(name, stacked.detach()) for name, stacked in self.expert_weights().items()}
+        return {
+            name: self._units.join(name, stacked.detach())
+            for name, stacked in self.expert_weights().items()
+        }
 
     def require_plain(self, consequence: str) -> None:
         """Raise ValueError if experts have adapters, or weights that are computed from other parameters (pruned)."""
@@ -231,9 +290,10 @@ class Experts(StackedParameters):
     def _require_merged(self, names: list[str], consequence: str = "would be left out") -> None:
         if names:
             raise ValueError(
-                f"{names[0]} of the experts in {self.path or 'an expert layer'} has adapters or computed weights, "
-                f"which {consequence}: merge adapters first, model = model.merge_and_unload(), or take off what "
-                "computes weights (torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm, "
+                f"{names[0]} of the experts in {self.path or 'an expert layer'} has adapters or "
+                f"computed weights, which {consequence}: merge adapters first, model = "
+                "model.merge_and_unload(), or take off what computes weights "
+                "(torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm, "
                 "parametrize.remove_parametrizations)."
             )
 
@@ -242,18 +302,26 @@ class Experts(StackedParameters):
         """True if the network runs once over the rows of all experts."""
         return self._grouped is not None
 
-    def run(self, x_ND: Tensor, end_E: Tensor | None, capacity: int | None = None, mode: Mode | None = None) -> Tensor:
+    def run(
+        self,
+        x_ND: Tensor,
+        end_E: Tensor | None,
+        capacity: int | None = None,
+        mode: Mode | None = None,
+    ) -> Tensor:
         """Apply each expert to its run of rows; the runs end at ``end_E``, or all have ``capacity`` rows.
 
-        The outputs, (N, width), are zero after the last run. An expert without rows has zero gradients, not None, as
-        data-parallel training needs.
+        The outputs, (N, width), are zero after the last run. An expert without rows has zero
+        gradients, not None, as data-parallel training needs.
         """
         run = partial(self._run, mode=mode or current_mode())
         if self.dispatcher is not None:
             return self.dispatcher.run(run, x_ND, end_E, capacity)
         return run(x_ND, end_E, capacity)
 
-    def _run(self, x_ND: Tensor, end_E: Tensor | None, capacity: int | None = None, *, mode: Mode) -> Tensor:
+    def _run(
+        self, x_ND: Tensor, end_E: Tensor | None, capacity: int | None = None, *, mode: Mode
+    ) -> Tensor:
         if capacity is not None:
             return self.run_batched(x_ND, mode).flatten(0, 1)
         assert end_E is not None
@@ -264,8 +332,12 @@ class Experts(StackedParameters):
         runs = runs_of(end_E, x_ND, *self._widths)
         tensors: dict[str, Tensor | None] = {**self.expert_weights()}
         for path in self._weights:
-            tensors |= {f"{path}.{name}".strip("."): value for name, value in zip(Runs._fields, runs, strict=True)}
-        if type(self._ffn).__module__ == "timm.layers.mlp":  # its last layer is linear and leaves zeros there
+            tensors |= {
+                f"{path}.{name}".strip("."): value
+                for name, value in zip(Runs._fields, runs, strict=True)
+            }
+        # Its last layer is linear and leaves zeros there.
+        if type(self._ffn).__module__ == "timm.layers.mlp":
             return self._call(self._grouped, tensors, x_ND, mode)
         # A network that divides by a norm makes NaN of zeros: mask these rows and their gradients.
         is_after_N1 = (torch.arange(x_ND.shape[0], device=x_ND.device) >= end_E[-1]).unsqueeze(1)
@@ -285,10 +357,16 @@ class Experts(StackedParameters):
     def each(self, mode: Mode | None = None) -> list[Callable[[Tensor], Tensor]]:
         """The experts, each a function of rows (..., D)."""
         mode = mode or current_mode()
-        # unbind has one cheap backward for all experts; indexing would make a full-size gradient for each expert.
+        # unbind has one cheap backward for all experts; indexing would make a full-size gradient
+        # for each expert.
         per_expert = {name: stacked.unbind(0) for name, stacked in self.expert_weights().items()}
         return [
-            partial(self._call, self._ffn, {name: tensors[expert] for name, tensors in per_expert.items()}, mode=mode)
+            partial(
+                self._call,
+                self._ffn,
+                {name: tensors[expert] for name, tensors in per_expert.items()},
+                mode=mode,
+            )
             for expert in range(len(next(iter(per_expert.values()))))
         ]
 
@@ -305,7 +383,9 @@ class Experts(StackedParameters):
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
             ffn.get_submodule(path).p = rate  # type: ignore[assignment]
-        ffn.load_state_dict({name: weights[name] for name in self.stacked_shapes}, strict=False, assign=True)
+        ffn.load_state_dict(
+            {name: weights[name] for name in self.stacked_shapes}, strict=False, assign=True
+        )
         for name, stacked in self.named_expert_parameters():
             ffn.get_parameter(name).requires_grad_(stacked.requires_grad)
         return ffn
@@ -313,15 +393,18 @@ class Experts(StackedParameters):
     @torch.no_grad()
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, by the ``expert_init`` that they were made with."""
-        initial = self._initial(dict(ffn.named_parameters(remove_duplicate=False)), self.expert_init)
+        initial = self._initial(
+            dict(ffn.named_parameters(remove_duplicate=False)), self.expert_init
+        )
         for name, stacked in self.named_expert_parameters():
             stacked.copy_(initial[name])
 
     def init_weights(self) -> None:
         """Refuse with a RuntimeError: only the model knows how a dense network is initialised."""
         raise RuntimeError(
-            f"A {type(self).__name__} cannot initialise its experts by itself: call init_weights() of the model before "
-            "convert_to_moe, or of a model that was created by the name of one with experts."
+            f"A {type(self).__name__} cannot initialise its experts by itself: call init_weights() "
+            "of the model before convert_to_moe, or of a model that was created by the name of one "
+            "with experts."
         )
 
     reset_parameters = init_weights
@@ -338,14 +421,23 @@ class Experts(StackedParameters):
 
 def mean_over_experts(stacked: Tensor) -> Tensor:
     """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
-    return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(stacked.dtype)
+    return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(
+        stacked.dtype
+    )
 
 
 def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
-    return ((path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout))
+    return (
+        (path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout)
+    )
 
 
 def _only_holds(module: nn.Module) -> bool:
     """Tell if a module does nothing but hold weights, so that it need not be called for them."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return type(module) is Stacked and not any(hooks) and "forward" not in vars(module)

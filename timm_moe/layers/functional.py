@@ -41,12 +41,17 @@ def current_mode() -> Mode:
 
 
 def _is_exporting() -> bool:
-    # Before torch 2.14 torch.compiler.is_exporting() is a constant True in compiled code, unlike the flag behind it.
+    # Before torch 2.14 torch.compiler.is_exporting() is a constant True in compiled code, unlike
+    # the flag behind it.
     return torch.compiler._is_exporting_flag if _HAS_FLAG else torch.compiler.is_exporting()
 
 
 def call_with(
-    network: nn.Module, tensors: Mapping[str, Tensor | None], modules: Mapping[str, nn.Module], x: Tensor, mode: Mode
+    network: nn.Module,
+    tensors: Mapping[str, Tensor | None],
+    modules: Mapping[str, nn.Module],
+    x: Tensor,
+    mode: Mode,
 ) -> Tensor:
     """Call a network with these parameters, buffers and submodules instead of its own."""
     if mode is not Mode.COMPILED:
@@ -76,7 +81,9 @@ def with_tensors(
         if path in modules:
             children[name] = modules[path]
         else:
-            children[name] = None if child is None else with_tensors(child, tensors, modules, f"{path}.")
+            children[name] = (
+                None if child is None else with_tensors(child, tensors, modules, f"{path}.")
+            )
     copied.__dict__.update(
         network.__dict__,
         _parameters={name: tensors.get(prefix + name) for name in network._parameters},
@@ -89,9 +96,10 @@ def with_tensors(
 def caller(function: Any, is_operator: bool = False) -> Callable[..., Any]:
     """A function that applies an autograd function, which has a ``setup_context``, in the least time.
 
-    Only torch.func and Dynamo need ``setup_context``, for whose arguments torch looks long in each call. Without
-    gradients the autograd function is only needed in forward mode, where it raises: bare operators give zeros.
-    Compilers know the formulas of an operator of this package (``is_operator``).
+    Only torch.func and Dynamo need ``setup_context``, for whose arguments torch looks long in each
+    call. Without gradients the autograd function is only needed in forward mode, where it raises:
+    bare operators give zeros. Compilers know the formulas of an operator of this package
+    (``is_operator``).
     """
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -118,8 +126,11 @@ def _always() -> bool:
     return True
 
 
-# What torch.autograd.Function itself asks. Without it, every call is as under torch.func, which takes longer.
-_are_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _always)
+# What torch.autograd.Function itself asks. Without it, every call is as under torch.func, which
+# takes longer.
+_are_transforms_active: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", _always
+)
 
 
 def _is_dual(x: Any) -> bool:

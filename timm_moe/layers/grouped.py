@@ -1,9 +1,9 @@
 """Products of the experts' rows with stacked matrices.
 
-The rows of each expert are a run: expert e has the rows from ``end_E[e - 1]`` to ``end_E[e]``. No shape depends on the
-lengths of the runs. With ``end_E`` on the CPU nothing waits for a GPU, and with ``end_E`` on a GPU nothing does where
-:func:`multiplies_by_offsets`; elsewhere each product waits for the lengths. Experts with equally many rows, (E, C, D),
-need no lengths.
+The rows of each expert are a run: expert e has the rows from ``end_E[e - 1]`` to ``end_E[e]``. No
+shape depends on the lengths of the runs. With ``end_E`` on the CPU nothing waits for a GPU, and
+with ``end_E`` on a GPU nothing does where :func:`multiplies_by_offsets`; elsewhere each product
+waits for the lengths. Experts with equally many rows, (E, C, D), need no lengths.
 
 Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts, C rows of each expert.
 """
@@ -23,8 +23,8 @@ class Runs(NamedTuple):
 
     Attributes:
         end: (E,) integers that do not decrease, at most N.
-        expert: (N,) the expert of each row where products are by offsets on a GPU, some expert after the last run;
-            else None, and each product reads ``end`` on the host.
+        expert: (N,) the expert of each row where products are by offsets on a GPU, some expert
+            after the last run; else None, and each product reads ``end`` on the host.
         is_after: (N, 1) whether a row is after the last run; None without ``expert``.
         is_idle: (E, 1, 1) whether an expert has no rows; None without ``expert``.
     """
@@ -42,7 +42,11 @@ def runs_of(end_E: Tensor, x_ND: Tensor, *widths: int) -> Runs:
     """Prepare products of rows with matrices of these widths; the host waits here, if at all."""
     if end_E.is_cpu or end_E.is_meta:
         return Runs(end_E)
-    return runs_by_offsets(end_E, x_ND.shape[0]) if multiplies_by_offsets(x_ND, *widths) else Runs(end_E.cpu())
+    return (
+        runs_by_offsets(end_E, x_ND.shape[0])
+        if multiplies_by_offsets(x_ND, *widths)
+        else Runs(end_E.cpu())
+    )
 
 
 def runs_by_offsets(end_E: Tensor, rows: int) -> Runs:
@@ -52,7 +56,9 @@ def runs_by_offsets(end_E: Tensor, rows: int) -> Runs:
     expert_N = torch.searchsorted(end_E, row_N, right=True)
     is_idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
     is_after_N1 = (expert_N == end_E.shape[0]).unsqueeze(1)
-    return Runs(end_E, expert_N.clamp(max=end_E.shape[0] - 1), is_after_N1, is_idle_E.view(-1, 1, 1))
+    return Runs(
+        end_E, expert_N.clamp(max=end_E.shape[0] - 1), is_after_N1, is_idle_E.view(-1, 1, 1)
+    )
 
 
 def batched_linear(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) -> Tensor:
@@ -102,25 +108,33 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, run
         runs: the rows of each expert.
 
     Raises:
-        RuntimeError: if widths, dtypes or devices do not fit each other, and in forward-mode differentiation.
+        RuntimeError: if widths, dtypes or devices do not fit each other, and in forward-mode
+            differentiation.
     """
     dtype = autocast_dtype(x_ND)
-    return _linear(_cast(x_ND, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype), *runs.tensors())
+    return _linear(
+        _cast(x_ND, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype), *runs.tensors()
+    )
 
 
 def spread_over_rows(stacked_EH: Tensor, runs: Runs, rows: int) -> Tensor:
     """(N, H): for each row the vector of its expert; zero after the last run."""
-    nothing_ND, nothing_EHD = stacked_EH.new_empty(rows, 0), stacked_EH.new_empty(*stacked_EH.shape, 0)
+    nothing_ND, nothing_EHD = (
+        stacked_EH.new_empty(rows, 0),
+        stacked_EH.new_empty(*stacked_EH.shape, 0),
+    )
     return _linear(nothing_ND, nothing_EHD, stacked_EH, *runs.tensors())  # a bias alone
 
 
-# Each of the two is the other's derivative. torch.func needs them: it knows no formulas of operators. Products by
-# offsets need all of the runs' tensors, others the ends alone.
+# Each of the two is the other's derivative. torch.func needs them: it knows no formulas of
+# operators. Products by offsets need all of the runs' tensors, others the ends alone.
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *runs: Any) -> Tensor:
+    def forward(
+        x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *runs: Any
+    ) -> Tensor:
         if runs:
             return torch.ops.timm_moe.linear_by_offsets(x_ND, weight_EHD, bias_EH, end_E, *runs)
         return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
@@ -144,7 +158,9 @@ class _Linear(torch.autograd.Function):
 
 class _Outer(torch.autograd.Function):
     @staticmethod
-    def forward(y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *runs: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *runs: Any
+    ) -> tuple[Tensor, Tensor]:
         if runs:
             return torch.ops.timm_moe.outer_by_offsets(y_NH, x_ND, with_sum, end_E, *runs)
         return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, with_sum, end_E)
@@ -181,13 +197,17 @@ for _name, _schema, _tags in (
 
 
 @torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
-def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor) -> Tensor:
+def _linear_of_runs(
+    x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor
+) -> Tensor:
     y_NH = _linear_of_shapes(x_ND, weight_EHD, bias_EH, end_E)
     sizes = sizes_of_runs(end_E, x_ND)
     weights = weight_EHD.transpose(1, 2).unbind()
     biases = len(weights) * [None] if bias_EH is None else bias_EH.unbind()
     *outputs, rest = y_NH.split(sizes)
-    for x, weight, bias, y, size in zip(x_ND.split(sizes), weights, biases, outputs, sizes, strict=False):
+    for x, weight, bias, y, size in zip(
+        x_ND.split(sizes), weights, biases, outputs, sizes, strict=False
+    ):
         if size and bias is not None:
             torch.addmm(bias, x, weight, out=y)
         elif size:
@@ -197,10 +217,19 @@ def _linear_of_runs(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, en
 
 
 @torch.library.impl("timm_moe::grouped_outer", "CompositeExplicitAutograd")
-def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor) -> tuple[Tensor, Tensor]:
+def _outer_of_runs(
+    y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor
+) -> tuple[Tensor, Tensor]:
     product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, with_sum, end_E)
     sizes = sizes_of_runs(end_E, x_ND)
-    runs = zip(y_NH.split(sizes), x_ND.split(sizes), product_EHD.unbind(), total_EH.unbind(), sizes, strict=False)
+    runs = zip(
+        y_NH.split(sizes),
+        x_ND.split(sizes),
+        product_EHD.unbind(),
+        total_EH.unbind(),
+        sizes,
+        strict=False,
+    )
     for y, x, product, total, size in runs:
         if not size:
             product.zero_()
@@ -215,28 +244,37 @@ def _outer_of_runs(y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor) ->
 def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
     """Number of rows of each expert (on meta equally many) and after the last run; the host waits for a GPU's."""
     rows, experts = x_ND.shape[0], end_E.shape[0]
-    ends = [rows * (expert + 1) // experts for expert in range(experts)] if end_E.is_meta else end_E.tolist()
+    ends = (
+        [rows * (expert + 1) // experts for expert in range(experts)]
+        if end_E.is_meta
+        else end_E.tolist()
+    )
     return [end - start for start, end in itertools.pairwise([0, *ends, rows])]
 
 
 def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
     """Tell if ``torch.nn.functional.grouped_mm`` multiplies rows by matrices of these widths without a wait.
 
-    It has kernels for CUDA devices of capability 9 and 10 alone, in bfloat16, and from CUDA 13.3 on in float16; its
-    fallback for others copies the offsets to the host. Widths must be multiples of 16 bytes. The last offset may equal
-    the number of rows, as in torch's own tests.
+    It has kernels for CUDA devices of capability 9 and 10 alone, in bfloat16, and from CUDA 13.3 on
+    in float16; its fallback for others copies the offsets to the host. Widths must be multiples of
+    16 bytes. The last offset may equal the number of rows, as in torch's own tests.
     """
     cuda, dtype = torch.version.cuda, autocast_dtype(x_ND) or x_ND.dtype
     if not x_ND.is_cuda or cuda is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     has_kernel = dtype == torch.bfloat16 or tuple(map(int, cuda.split(".")[:2])) >= (13, 3)
-    fits = x_ND.numel() > 0 and all(width > 0 and width % 8 == 0 for width in (x_ND.shape[1], *widths))
-    if not (has_kernel and fits and torch.cuda.is_available()):  # tensors without values need no GPU
+    fits = x_ND.numel() > 0 and all(
+        width > 0 and width % 8 == 0 for width in (x_ND.shape[1], *widths)
+    )
+    # Tensors without values need no GPU.
+    if not (has_kernel and fits and torch.cuda.is_available()):
         return False
     return torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
 
 
-def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Tensor) -> Tensor:
+def _linear_by_offsets(
+    x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Tensor
+) -> Tensor:
     end_E, expert_N, is_after_N1, _ = of_rows
     _check_devices(x_ND, weight_EHD, bias_EH, end_E)
     if not (weight_EHD.is_contiguous() or weight_EHD.transpose(1, 2).is_contiguous()):
@@ -251,7 +289,9 @@ def _linear_by_offsets(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None,
     return y_NH.masked_fill_(is_after_N1, 0)  # not written by grouped_mm
 
 
-def _outer_by_offsets(y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
+def _outer_by_offsets(
+    y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tensor
+) -> tuple[Tensor, Tensor]:
     end_E, expert_N, is_after_N1, is_idle_E11 = of_rows
     experts = end_E.shape[0]
     y_NH, x_ND = y_NH.contiguous(), x_ND.contiguous()
@@ -277,8 +317,9 @@ def _check_devices(*tensors: Tensor | None) -> None:
     devices = [tensor.device for tensor in tensors if tensor is not None]
     if any(device != devices[0] for device in devices):
         raise RuntimeError(
-            f"Rows, experts and routing are on different devices ({', '.join(sorted(set(map(str, devices))))}): move "
-            "the model and its inputs to one device; weights on the meta device have no values."
+            "Rows, experts and routing are on different devices "
+            f"({', '.join(sorted(set(map(str, devices))))}): move the model and its inputs to one "
+            "device; weights on the meta device have no values."
         )
 
 
@@ -286,8 +327,11 @@ def _linear_of_shapes(
     x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *of_rows: Tensor
 ) -> Tensor:
     if weight_EHD.shape[0] != end_E.shape[0]:
-        raise RuntimeError(f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}.")
-    _check_devices(x_ND, weight_EHD, bias_EH, None if end_E.is_cpu else end_E)  # the host may know the lengths alone
+        raise RuntimeError(
+            f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}."
+        )
+    # The host may know the lengths alone.
+    _check_devices(x_ND, weight_EHD, bias_EH, None if end_E.is_cpu else end_E)
     return x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
 
 
@@ -296,7 +340,9 @@ def _outer_of_shapes(
 ) -> tuple[Tensor, Tensor]:
     _check_devices(x_ND, y_NH, None if end_E.is_cpu else end_E)
     experts, height = end_E.shape[0], y_NH.shape[1]
-    return y_NH.new_empty(experts, height, x_ND.shape[1]), y_NH.new_empty(experts, height if with_sum else 0)
+    return y_NH.new_empty(experts, height, x_ND.shape[1]), y_NH.new_empty(
+        experts, height if with_sum else 0
+    )
 
 
 def _flops(first_shape: Any, second_shape: Any, *_: Any, **__: Any) -> int:
@@ -309,5 +355,7 @@ for _names, _fake, _function in (
 ):
     for _name in _names:
         torch.library.register_fake(f"timm_moe::{_name}", _fake)
-        torch.library.register_autograd(f"timm_moe::{_name}", _function.backward, setup_context=_function.setup_context)
+        torch.library.register_autograd(
+            f"timm_moe::{_name}", _function.backward, setup_context=_function.setup_context
+        )
         register_flop_formula(getattr(torch.ops.timm_moe, _name))(_flops)

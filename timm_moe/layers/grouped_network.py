@@ -10,12 +10,20 @@ from torch import Tensor, nn
 
 from .grouped import Runs, batched_linear, grouped_linear, spread_over_rows
 
-#: Libraries whose networks only call their linear layers and norms. A class of the user's may read their weights.
+#: Libraries whose networks only call their linear layers and norms. A class of the user's may read
+#: their weights.
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
 #: Names of torch's and timm's norms over the width that have a weight and perhaps a bias.
 _NORMS = ("LayerNorm", "RMSNorm", "RmsNorm")
 #: What a subclass may define by itself and still compute as the class that it derives from.
-_OWN_NAMES = {"__init__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
+_OWN_NAMES = {
+    "__init__",
+    "__module__",
+    "__doc__",
+    "__annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+}
 
 
 class _Grouped(nn.Module):
@@ -53,7 +61,8 @@ class GroupedNorm(_Grouped):
         super().__init__()
         plain = copy.copy(module)
         plain._parameters = dict.fromkeys(module._parameters)
-        object.__setattr__(self, "plain", plain)  # not a submodule, as a call replaces nothing in it
+        # Not a submodule, as a call replaces nothing in it.
+        object.__setattr__(self, "plain", plain)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.plain(x)
@@ -64,14 +73,19 @@ class GroupedNorm(_Grouped):
         return y
 
     def _for_rows(self, stacked_EH: Tensor, x: Tensor) -> Tensor:
-        return stacked_EH.unsqueeze(1) if x.ndim == 3 else spread_over_rows(stacked_EH, self.runs(), len(x))
+        return (
+            stacked_EH.unsqueeze(1)
+            if x.ndim == 3
+            else spread_over_rows(stacked_EH, self.runs(), len(x))
+        )
 
 
 def grouped_form(ffn: nn.Module) -> nn.Module | None:
     """The network with grouped modules instead of its linear layers and norms.
 
-    It maps each row by itself; modules without weights, such as dropouts, are shared. None if a module is not from a
-    known library, has hooks or other weights, or chooses among its submodules: such a network runs expert by expert.
+    It maps each row by itself; modules without weights, such as dropouts, are shared. None if a
+    module is not from a known library, has hooks or other weights, or chooses among its submodules:
+    such a network runs expert by expert.
     """
     try:
         return _replace(ffn)
@@ -81,7 +95,12 @@ def grouped_form(ffn: nn.Module) -> nn.Module | None:
 
 def _replace(module: nn.Module) -> nn.Module:
     """The grouped form of a module; KeyError if there is no such form."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     if any(hooks) or "forward" in vars(module):
         raise KeyError(module)
     if not module._parameters and not module._modules:
@@ -90,10 +109,16 @@ def _replace(module: nn.Module) -> nn.Module:
         return GroupedLinear()
     if _is_known(module) and _original(module).__name__ in _NORMS:
         return GroupedNorm(module)
-    if not _is_known(module) or module._parameters or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if (
+        not _is_known(module)
+        or module._parameters
+        or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    ):
         raise KeyError(module)
     copied = copy.copy(module)
-    copied._modules = {name: None if child is None else _replace(child) for name, child in module._modules.items()}
+    copied._modules = {
+        name: None if child is None else _replace(child) for name, child in module._modules.items()
+    }
     return copied
 
 

@@ -1,9 +1,10 @@
 """Objects of a class in this process, which are held weakly, and modules of a class in a model.
 
-This is the one such list of the package. torch gives the hooks of an optimizer step the optimizer but no model, and a
-step of a plain loop, which told nobody of its model, must be refused while router losses wait: so expert layers are
-here. An averaging is here since optimizers that work by one another share it, and the optimizers of timm's schedulers
-are here since timm's ``update_summary`` names none.
+This is the one such list of the package. torch gives the hooks of an optimizer step the optimizer
+but no model, and a step of a plain loop, which told nobody of its model, must be refused while
+router losses wait: so expert layers are here. An averaging is here since optimizers that work by
+one another share it, and the optimizers of timm's schedulers are here since timm's
+``update_summary`` names none.
 """
 
 import weakref
@@ -34,8 +35,8 @@ def living(kind: type[T]) -> list[T]:
 def find(kind: type[ModuleT], model: nn.Module) -> list[ModuleT]:
     """List the modules of a class in a model, in the order of ``model.modules()``.
 
-    This runs several times in a training step. It remembers nothing that a change of the model could make wrong, and
-    costs a fifth of ``modules()``: some 0.1 µs a module.
+    This runs several times in a training step. It remembers nothing that a change of the model
+    could make wrong, and costs a fifth of ``modules()``: some 0.1 µs a module.
     """
     found: dict[ModuleT, None] = {model: None} if isinstance(model, kind) else {}
     _search(kind, model, found)

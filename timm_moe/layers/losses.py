@@ -21,11 +21,14 @@ def importance_loss(gate_GSE: Tensor) -> Tensor:
     return gate_GSE.sum(1).var(1, correction=0) * (experts / rows) ** 2
 
 
-def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tensor, noise_std: float) -> Tensor:
+def load_loss(
+    logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tensor, noise_std: float
+) -> Tensor:
     """Inequality of the experts' chances of being chosen under new noise (V-MoE, appendix A.2).
 
-    It is the squared coefficient of variation, (G,), of the experts' mean chances. ``last_choice_GS`` is the index of
-    each token's K-th expert, whose noisy logit is the threshold; ``noise_std`` is that of the noise on the logits.
+    It is the squared coefficient of variation, (G,), of the experts' mean chances.
+    ``last_choice_GS`` is the index of each token's K-th expert, whose noisy logit is the threshold;
+    ``noise_std`` is that of the noise on the logits.
     """
     threshold_GS1 = noisy_logits_GSE.gather(2, last_choice_GS.unsqueeze(2))
     # A chance is (1 + erf) / 2, and factors of all chances do not change the variation.
@@ -36,11 +39,11 @@ def load_loss(logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tens
 def balance_loss(gate_GSE: Tensor, load_GE: Tensor, choices: int) -> Tensor:
     """E times the sum over the experts of (fraction of the choices) x (mean gate).
 
-    It is 1 if both are uniform, and E if K = 1 and all rows prefer one expert. With the first choices only (K = 1) this
-    is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) and GShard; with all K it is WideNet's (arXiv
-    2107.11817, eqs. 3-5; the authors' code divides by K).
-    ``gate_GSE`` is the softmax of the logits by which experts were chosen, ``load_GE`` counts the choices of each
-    expert, and ``choices`` is K.
+    It is 1 if both are uniform, and E if K = 1 and all rows prefer one expert. With the first
+    choices only (K = 1) this is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) and
+    GShard; with all K it is WideNet's (arXiv 2107.11817, eqs. 3-5; the authors' code divides by K).
+    ``gate_GSE`` is the softmax of the logits by which experts were chosen, ``load_GE`` counts the
+    choices of each expert, and ``choices`` is K.
     """
     _, rows, experts = gate_GSE.shape
     return (gate_GSE.sum(1) * load_GE).sum(1) * (experts / (choices * rows * rows))

@@ -20,7 +20,8 @@ from .recording_router import in_backward
 from .router import Router
 from .routers import RandomPartition
 
-#: Training forwards without a step after which a layer warns: more than any accumulation of gradients.
+#: Training forwards without a step after which a layer warns: more than any accumulation of
+#: gradients.
 MOST_FORWARDS = 256
 
 
@@ -29,20 +30,25 @@ class MoeMlp(Experts):
 
     Args:
         ffn: the dense network to replace.
-        router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over the E experts.
+        router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over the
+            E experts.
         num_experts: E.
         expert_init: see :class:`Experts`.
         options: see :class:`Experts`.
 
     Attributes:
         path: name of the layer in its model, for messages.
-        replaced: weak references to the parameters of the dense network that it replaced; empty in copies.
+        replaced: weak references to the parameters of the dense network that it replaced; empty in
+            copies.
         deploys_dense: whether the deployed layer is one dense network.
-        share_rate: rate at which training averages the experts, see :func:`timm_moe.convert_to_moe`.
+        share_rate: rate at which training averages the experts, see
+            :func:`timm_moe.convert_to_moe`.
         share_schedule: name of its schedule.
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
-        forwards_since_step: training forwards since the last step of an optimizer that trains the layer.
-        padding: (...) boolean, true for the rows of the next x that are no tokens; the model's blocks set it.
+        forwards_since_step: training forwards since the last step of an optimizer that trains the
+            layer.
+        padding: (...) boolean, true for the rows of the next x that are no tokens; the model's
+            blocks set it.
     """
 
     deploys_dense: ClassVar[bool] = False
@@ -53,9 +59,19 @@ class MoeMlp(Experts):
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
 
-    def __init__(self, ffn: nn.Module, router: Router, num_experts: int, expert_init: str = "same", **options: Any):
+    def __init__(
+        self,
+        ffn: nn.Module,
+        router: Router,
+        num_experts: int,
+        expert_init: str = "same",
+        **options: Any,
+    ):
         if not isinstance(router, Router):
-            raise TypeError(f"A router is a subclass of timm_moe.layers.Router, and {type(router).__name__} is not.")
+            raise TypeError(
+                f"A router is a subclass of timm_moe.layers.Router, and {type(router).__name__} is "
+                "not."
+            )
         super().__init__(ffn, num_experts, expert_init, **options)
         self.router = router
         register(self)
@@ -70,8 +86,8 @@ class MoeMlp(Experts):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
             raise ValueError(
-                f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are not: create the model "
-                "with router='top_k'."
+                f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are "
+                "not: create the model with router='top_k'."
             )
         if self._dense_in(state_dict, prefix):
             self._complete_dense(state_dict, prefix)
@@ -83,7 +99,8 @@ class MoeMlp(Experts):
         if device.type != "meta" and self.router_is_on_meta():
             router = _reset(copy.deepcopy(router).to_empty(device=device))
         for name, value in router.state_dict(prefix=f"{prefix}router.").items():
-            if name not in state_dict or state_dict[name].is_meta:  # set_model_state_dict adds what is on meta
+            # set_model_state_dict adds what is on meta.
+            if name not in state_dict or state_dict[name].is_meta:
                 state_dict[name] = value
 
     def _apply(self, *args: Any, **kwargs: Any) -> "MoeMlp":
@@ -103,13 +120,18 @@ class MoeMlp(Experts):
         if hasattr(self.router, "reset_parameters"):
             _reset(self.router)
             return
-        for value in filter(torch.is_floating_point, (*self.router.parameters(), *self.router.buffers())):
+        for value in filter(
+            torch.is_floating_point, (*self.router.parameters(), *self.router.buffers())
+        ):
             value.fill_(torch.nan)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""
         super().reset_from_dense(ffn)
-        if hasattr(self.router, "reset_parameters") or next(self.router.parameters(), None) is not None:
+        if (
+            hasattr(self.router, "reset_parameters")
+            or next(self.router.parameters(), None) is not None
+        ):
             _reset(self.router)
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
@@ -135,22 +157,26 @@ class MoeMlp(Experts):
             return None
         if router.needs_whole_images and padding.any():
             raise ValueError(
-                f"The batch has padding, which the router of {self.path or 'an expert layer'} cannot leave out, as it "
-                "counts images: take router='top_k' without group_images or an ensemble, or 'soft'."
+                f"The batch has padding, which the router of {self.path or 'an expert layer'} "
+                "cannot leave out, as it counts images: take router='top_k' without group_images "
+                "or an ensemble, or 'soft'."
             )
         return None if router.needs_whole_images else padding
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
         if not isinstance(self.router, Router):  # a wrapper hides its losses from auxiliary_loss
             raise ValueError(
-                f"The router of {self.path or 'an expert layer'} is a {type(self.router).__name__}, no Router: leave "
-                "routers unwrapped, in PEFT out of the targets and modules_to_save."
+                f"The router of {self.path or 'an expert layer'} is a "
+                f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
+                "the targets and modules_to_save."
             )
         self._count_forward()
         mode = current_mode()
         routing = self.router(x) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
-        if mode.is_plain or (mode in (Mode.COMPILED, Mode.EXPORTED) and not (self.is_grouped or self.dispatcher)):
+        if mode.is_plain or (
+            mode in (Mode.COMPILED, Mode.EXPORTED) and not (self.is_grouped or self.dispatcher)
+        ):
             y_TD = self._weigh_all(x_TD, routing, mode)
         else:  # a dispatcher computes outside of compiled code
             y_ND = self.run(dispatch(x_TD, routing), routing.offsets, routing.capacity, mode)
@@ -159,29 +185,46 @@ class MoeMlp(Experts):
 
     def _count_forward(self) -> None:
         """Warn once of a layer that nobody averages or balances, as no optimizer was seen to step."""
-        if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()) or in_backward():
+        if (
+            torch.compiler.is_compiling()
+            or not (self.training and torch.is_grad_enabled())
+            or in_backward()
+        ):
             return
         self.forwards_since_step += 1
         if self.forwards_since_step != MOST_FORWARDS:
             return
         remedies = []
-        whole = (stacked for _, stacked in self.named_expert_parameters() if isinstance(stacked, nn.Parameter))
-        if self.share_rate and not self.is_averaged_by_hand and any(stacked.requires_grad for stacked in whole):
-            remedies.append("call timm_moe.average_experts_(model, rate) after each step, or set share_rate=0")
+        whole = (
+            stacked
+            for _, stacked in self.named_expert_parameters()
+            if isinstance(stacked, nn.Parameter)
+        )
+        if (
+            self.share_rate
+            and not self.is_averaged_by_hand
+            and any(stacked.requires_grad for stacked in whole)
+        ):
+            remedies.append(
+                "call timm_moe.average_experts_(model, rate) after each step, or set share_rate=0"
+            )
         totals = getattr(self.router, "totals", None)
         if totals is not None and totals.lost and not totals.forwards:
             remedies.append("add timm_moe.auxiliary_loss(model) to the loss after each forward")
         bias = getattr(self.router, "balancing_bias", None)
         if bias is not None and self.router.weight.requires_grad and not bias.steps.any():
-            remedies.append("call bias.update(bias.load) of each router's balancing_bias after each step")
+            remedies.append(
+                "call bias.update(bias.load) of each router's balancing_bias after each step"
+            )
         if remedies:
             for layer in living(MoeMlp):  # the others of the model are about to say the same
                 if layer.forwards_since_step >= MOST_FORWARDS - 1:
                     layer.forwards_since_step = MOST_FORWARDS
             warnings.warn(
-                f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch optimizer that holds their "
-                "parameters took a step. If another optimizer trains them, such as one of copies, "
-                f"{', and '.join(remedies)}; if none does, call eval() on the model.",
+                f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch "
+                "optimizer that holds their parameters took a step. If another optimizer trains "
+                f"them, such as one of copies, {', and '.join(remedies)}; if none does, call "
+                "eval() on the model.",
                 stacklevel=3,
             )
 
@@ -200,19 +243,22 @@ class MoeMlp(Experts):
             output = expert(x_TD)
             is_chosen_TK = expert_TK == number
             gate_T1 = torch.where(is_chosen_TK, gate_TK, 0).sum(1, keepdim=True).to(output.dtype)
-            weighted.append(torch.where(is_chosen_TK.any(1, keepdim=True), gate_T1 * output, 0))  # Inf of others aside
+            # Inf of others aside.
+            weighted.append(torch.where(is_chosen_TK.any(1, keepdim=True), gate_T1 * output, 0))
         return sum(weighted[1:], start=weighted[0])
 
 
 class SharedExpertMlp(MoeMlp):
     """An expert layer with a shared expert, whose output is added for every row without a gate (ViMoE, section 3.3).
 
-    It has the width of the other experts: with ``expert_width`` it is the first part of the dense network.
+    It has the width of the other experts: with ``expert_width`` it is the first part of the dense
+    network.
 
     Args:
-        shared_init: weights of the shared expert, here and when a dense checkpoint is loaded: ``"pretrained"``, a copy
-            of the dense network, or ``"zero_out"``, the same with a last linear layer of zeros, so that it adds nothing
-            at first. The other arguments are as for :class:`MoeMlp`.
+        shared_init: weights of the shared expert, here and when a dense checkpoint is loaded:
+            ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, the same with a last
+            linear layer of zeros, so that it adds nothing at first. The other arguments are as for
+            :class:`MoeMlp`.
 
     Raises:
         ValueError: on an unknown ``shared_init``, and as :class:`MoeMlp`.
@@ -231,9 +277,13 @@ class SharedExpertMlp(MoeMlp):
 
     def _initial_shared(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The first weights of the shared expert, made from a dense network's by ``shared_init``."""
-        *_, last = (path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear))
+        *_, last = (
+            path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear)
+        )
         first = {name: self._units.cut(name, weight)[0].clone() for name, weight in dense.items()}
-        at_zero = [name for name in dense if self.shared_init == "zero_out" and name.startswith(f"{last}.")]
+        at_zero = [
+            name for name in dense if self.shared_init == "zero_out" and name.startswith(f"{last}.")
+        ]
         return {**first, **{name: torch.zeros_like(first[name]) for name in at_zero}}
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -252,7 +302,9 @@ class SharedExpertMlp(MoeMlp):
         The parts of a dense network that the shared expert lacks are the mean of the routed ones.
         """
         own = dict(self.shared.named_parameters())
-        self._require_merged([f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in own])
+        self._require_merged(
+            [f"shared.{name.rpartition('.')[0]}" for name in self.stacked_shapes if name not in own]
+        )
         networks = super().stacked_weights()
         for name, routed in networks.items():
             parts = self._units.cut(name, mean_over_experts(routed)).clone()
@@ -268,8 +320,9 @@ class SharedExpertMlp(MoeMlp):
 class EwaMlp(MoeMlp):
     """The expert layer of EWA (section 3.1).
 
-    In training each expert computes its part of a new random partition of all rows of the local batch. In eval mode the
-    layer computes the network that is deployed, the mean of the experts (eq. 7). Arguments as :class:`MoeMlp`.
+    In training each expert computes its part of a new random partition of all rows of the local
+    batch. In eval mode the layer computes the network that is deployed, the mean of the experts
+    (eq. 7). Arguments as :class:`MoeMlp`.
     """
 
     deploys_dense = True
@@ -287,8 +340,9 @@ class EwaMlp(MoeMlp):
 @torch.compiler.assume_constant_result  # so that it runs as the layer is compiled, and no more
 def _warn_of_all_rows(network: str) -> None:
     _say_once(
-        f"Compiled, every expert computes every row: a {network} has no form that runs once over the rows of all "
-        "experts. Networks of timm, torchvision and transformers have, and their subclasses that override nothing."
+        f"Compiled, every expert computes every row: a {network} has no form that runs once over "
+        "the rows of all experts. Networks of timm, torchvision and transformers have, and their "
+        "subclasses that override nothing."
     )
 
 
@@ -300,7 +354,8 @@ def _say_once(text: str) -> None:
 def _reset(router: Any) -> Any:
     if not hasattr(router, "reset_parameters"):
         raise RuntimeError(
-            f"The router {type(router).__name__} has parameters, but no reset_parameters() that resets them."
+            f"The router {type(router).__name__} has parameters, but no reset_parameters() that "
+            "resets them."
         )
     router.reset_parameters()
     return router

@@ -31,10 +31,12 @@ class RouterRecord(NamedTuple):
 
     Attributes:
         losses: mean over the groups of each loss by name, without its weight, detached.
-        weighted_loss: weighted sum of the losses, for the training loss; None if there are no weights.
+        weighted_loss: weighted sum of the losses, for the training loss; None if there are no
+            weights.
         load_GE: (G, E) number of choices of each expert in each group, dropped choices included.
         capacity: number of choices of a group that an expert takes; None if nothing is dropped.
-        gate_sum: () sum of the chosen experts' gates, where there are no losses that tell of NaN or Inf; else None.
+        gate_sum: () sum of the chosen experts' gates, where there are no losses that tell of NaN or
+            Inf; else None.
     """
 
     losses: dict[str, Tensor]
@@ -68,8 +70,12 @@ class RouterRecord(NamedTuple):
 class Begun(Enum):
     """Events that a router's records belong to, since the last step of its optimizer."""
 
-    NOTHING = "a part of the model was called by itself: its records gather until someone takes them"
-    OVERDUE = "the same, and while records waited, an optimizer stepped that does not train the router"
+    NOTHING = (
+        "a part of the model was called by itself: its records gather until someone takes them"
+    )
+    OVERDUE = (
+        "the same, and while records waited, an optimizer stepped that does not train the router"
+    )
     FORWARD = "a forward of the model: the next one drops the records that wait"
     TASK = "a training task: the records of all of its forwards gather"
 
@@ -86,7 +92,8 @@ class RecordingRouter(Router):
         balancing_bias: bias that the recorded loads move, for the choice of subclasses; or None.
         records: records whose losses wait, in the order of the calls.
         begun: what they belong to.
-        added: whether losses were added since it began; in a forward or a task later records are then repetitions.
+        added: whether losses were added since it began; in a forward or a task later records are
+            then repetitions.
         totals: statistics of the records whose losses were added.
     """
 
@@ -167,9 +174,10 @@ class RecordingRouter(Router):
         elif self.begun is Begun.OVERDUE and self.has_pending_losses():
             self._begin(Begun.NOTHING)
             warnings.warn(
-                "Nobody adds the losses of routers in a model that is in training mode, so they are forgotten. "
-                "Where routers are not to be trained, call eval() on them or freeze them with "
-                "requires_grad_(False); else add timm_moe.auxiliary_loss(model) to the loss after each forward.",
+                "Nobody adds the losses of routers in a model that is in training mode, so they "
+                "are forgotten. Where routers are not to be trained, call eval() on them or "
+                "freeze them with requires_grad_(False); else add timm_moe.auxiliary_loss(model) "
+                "to the loss after each forward.",
                 stacklevel=2,
             )
 
@@ -177,41 +185,57 @@ class RecordingRouter(Router):
         """Tell if this is training, with gradients.
 
         Raises:
-            RuntimeError: in training, where the losses would be lost: in a trace or export, under nn.DataParallel.
+            RuntimeError: in training, where the losses would be lost: in a trace or export, under
+                nn.DataParallel.
         """
         if not self.training:
             return False
         mode = current_mode()
         if mode.is_plain:
-            raise RuntimeError("TorchScript would lose the routers' losses: trace the model in eval mode.")
+            raise RuntimeError(
+                "TorchScript would lose the routers' losses: trace the model in eval mode."
+            )
         if mode is Mode.EXPORTED:
-            raise RuntimeError("torch.export would lose the routers' losses: export the model in eval mode.")
+            raise RuntimeError(
+                "torch.export would lose the routers' losses: export the model in eval mode."
+            )
         if getattr(self, "_is_replica", False):
-            raise RuntimeError("nn.DataParallel would lose the routers' losses: train with DistributedDataParallel.")
+            raise RuntimeError(
+                "nn.DataParallel would lose the routers' losses: train with "
+                "DistributedDataParallel."
+            )
         return torch.is_grad_enabled()
 
-    def record(self, losses: dict[str, Tensor], load_GE: Tensor, capacity: int | None, gates: Tensor) -> None:
+    def record(
+        self, losses: dict[str, Tensor], load_GE: Tensor, capacity: int | None, gates: Tensor
+    ) -> None:
         """Take a record.
 
         Args:
-            losses: mean over the groups of each loss by name, with its gradient, without its weight.
+            losses: mean over the groups of each loss by name, with its gradient, without its
+                weight.
             load_GE: (G, E) number of choices of each expert in each group.
             capacity: number of choices of a group that an expert takes; None for all.
             gates: the chosen experts' gates.
 
         Raises:
-            RuntimeError: if backward repeats a forward that ran without gradients, so that nothing was recorded.
+            RuntimeError: if backward repeats a forward that ran without gradients, so that nothing
+                was recorded.
         """
-        if in_backward():  # leave out the record alone: checkpointing expects the same operators again
+        # Leave out the record alone: checkpointing expects the same operators again.
+        if in_backward():
             if (losses or self.balancing_bias is not None) and not (self.records or self.added):
                 raise RuntimeError(
-                    "Reentrant gradient checkpointing loses the routers' losses and loads: give it use_reentrant=False."
+                    "Reentrant gradient checkpointing loses the routers' losses and loads: give it "
+                    "use_reentrant=False."
                 )
             return
-        if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):  # not frozen
+        # Not frozen.
+        if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):
             self.balancing_bias.count(load_GE.sum(0))
-        # Compiled code must not look: with other values it would be compiled to another graph, and checkpointing fails.
-        # It cannot ask whether backward is running, either, so its repetitions are ignored by `waiting`.
+        # Compiled code must not look: with other values it would be compiled to another graph, and
+        # checkpointing fails. It cannot ask whether backward is running, either, so its repetitions
+        # are ignored by `waiting`.
         if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
             # A part of the model is called by itself after the losses of a forward were added.
             self._begin(Begun.TASK if self.begun is Begun.TASK else Begun.NOTHING)

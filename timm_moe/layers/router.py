@@ -28,13 +28,16 @@ def with_noise(logits: Tensor, noise_std: float) -> Tensor:
 class Router(nn.Module):
     """Maps rows x of shape (..., D) to a :class:`Routing` over E experts; subclasses write ``forward``.
 
-    The answers of this class are one expert for each row, rows that are routed one by one by their contents, and no
-    capacities.
+    The answers of this class are one expert for each row, rows that are routed one by one by their
+    contents, and no capacities.
 
     Attributes:
-        routing_unit: ``"token"``, or ``"image"`` if all rows of an entry of the batch are routed together.
-        depends_on_input: whether each row chooses by its contents; else there are no routes of classes.
-        needs_whole_images: whether the rows must be whole images, so that no padding can be left out.
+        routing_unit: ``"token"``, or ``"image"`` if all rows of an entry of the batch are routed
+            together.
+        depends_on_input: whether each row chooses by its contents; else there are no routes of
+            classes.
+        needs_whole_images: whether the rows must be whole images, so that no padding can be left
+            out.
     """
 
     routing_unit = "token"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Records that are kept at most before they are summed, and so training forwards between two looks for NaN in logits:
-#: the log interval of timm's train.py.
+#: Records that are kept at most before they are summed, and so training forwards between two looks
+#: for NaN in logits: the log interval of timm's train.py.
 KEPT = 50
 
 
@@ -18,7 +18,8 @@ class RoutingSummary:
     Attributes:
         losses: mean of each loss by name, without its weight.
         dropped: fraction of all choices (K for each token) beyond the capacities of their experts.
-        load: fraction of all choices that fell on each expert, dropped ones included; they sum to 1.
+        load: fraction of all choices that fell on each expert, dropped ones included; they sum to
+            1.
     """
 
     losses: dict[str, float]
@@ -44,12 +45,14 @@ class ForwardStatistics(NamedTuple):
 class RouterTotals:
     """Sums over the training forwards of one router, on its device; reading them waits for the device.
 
-    Records are kept, and summed when there are :data:`KEPT` of them or someone asks, so that a forward costs no sum.
+    Records are kept, and summed when there are :data:`KEPT` of them or someone asks, so that a
+    forward costs no sum.
 
     Attributes:
         forwards: records since the sums began.
         is_complete: whether an epoch has ended, so that the next record begins new sums.
-        lost: forwards since the last optimizer step whose losses were dropped, as another forward began.
+        lost: forwards since the last optimizer step whose losses were dropped, as another forward
+            began.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The routers: each decides which rows go to which expert.
 
-Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, B images (entries of the
-batch) of a group, N rows of an image, M members of an ensemble.
+Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, B
+images (entries of the batch) of a group, N rows of an image, M members of an ensemble.
 """
 
 import math
@@ -14,24 +14,48 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_flag, check_integer, check_number
-from .dispatch import ROUNDINGS, Queues, Routing, assign, expert_capacity, images_of_group, partition, queue
+from .dispatch import (
+    ROUNDINGS,
+    Queues,
+    Routing,
+    assign,
+    expert_capacity,
+    images_of_group,
+    partition,
+    queue,
+)
 from .functional import Mode, current_mode, no_autocast
-from .losses import balance_loss, global_entropy_loss, importance_loss, load_loss, local_entropy_loss, z_loss
+from .losses import (
+    balance_loss,
+    global_entropy_loss,
+    importance_loss,
+    load_loss,
+    local_entropy_loss,
+    z_loss,
+)
 from .recording_router import RecordingRouter
 from .router import Router, generator_device, linear_logits, with_noise
 
 LOSSES = ("importance", "load", "balance", "balance_top_k", "local_entropy", "global_entropy", "z")
 SCORES = ("softmax", "sigmoid")
 #: Options that a printed router shows if they are set.
-SHOWN = ("ensemble_size", "noise_std", "capacity_factor", "eval_capacity_factor", "batch_priority", "group_images")
+SHOWN = (
+    "ensemble_size",
+    "noise_std",
+    "capacity_factor",
+    "eval_capacity_factor",
+    "batch_priority",
+    "group_images",
+)
 GATE_MODES = ("prob", "one", "renorm")
 
 
 class RandomPartition(Router):
     """Random uniform partition of all rows over the experts, a new one in each call (EWA, section 3.1, eqs. 4-5).
 
-    If E does not divide T, the first ``T % E`` experts get one row more. Gradient checkpointing has to restore the
-    state of torch's generator (``preserve_rng_state=True``, its default), or the gradients are wrong.
+    If E does not divide T, the first ``T % E`` experts get one row more. Gradient checkpointing has
+    to restore the state of torch's generator (``preserve_rng_state=True``, its default), or the
+    gradients are wrong.
     """
 
     depends_on_input = False
@@ -39,7 +63,8 @@ class RandomPartition(Router):
     def forward(self, x: Tensor) -> Routing:
         rows, mode = math.prod(x.shape[:-1]), current_mode()
         row_T = torch.randperm(rows, device=generator_device(x.device)).to(x.device)
-        if mode is Mode.COMPILED:  # before torch 2.14 inductor fails where a permutation picks rows (#158457)
+        # Before torch 2.14 inductor fails where a permutation picks rows (#158457).
+        if mode is Mode.COMPILED:
             row_T = row_T.clamp(min=0)
         return partition(row_T, self.num_experts, mode)
 
@@ -47,29 +72,34 @@ class RandomPartition(Router):
 class TopKRouter(RecordingRouter):
     """Sends each row to the K experts of largest gate (V-MoE, arXiv 2106.05974, section 2; with K = 1, Switch).
 
-    The gate is the softmax over all experts, taken before the choice, or the sigmoid of the logit. Logits, gates and
-    losses are computed in float32 at least, under autocast too.
+    The gate is the softmax over all experts, taken before the choice, or the sigmoid of the logit.
+    Logits, gates and losses are computed in float32 at least, under autocast too.
 
     Args:
         dim: D.
         num_experts: E.
         top_k: K, experts of each row.
-        noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the logits.
-        capacity_factor: in training, an expert takes ``ceil(S * K * capacity_factor / E)`` choices of a group, and
-            further ones are dropped; None to drop nothing.
+        noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the
+            logits.
+        capacity_factor: in training, an expert takes ``ceil(S * K * capacity_factor / E)`` choices
+            of a group, and further ones are dropped; None to drop nothing.
         eval_capacity_factor: the same in eval mode.
         capacity_multiple: the capacity is rounded up to a multiple of this.
         capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
         batch_priority: rows with a larger first gate queue first, instead of in their order.
-        group_images: entries of the batch that share queues, capacities and losses; by default all. In eval mode a
-            batch that they do not divide is one group.
-        loss_weights: weight of each of the losses ``"importance"``, ``"load"``, ``"balance"`` (of first choices),
-            ``"balance_top_k"`` (of all choices), ``"local_entropy"``, ``"global_entropy"`` and ``"z"``, 0 if not given.
-        gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the router learns from
-            its losses alone; ``"renorm"``, its gate divided by the sum of the chosen experts' gates.
-        score: ``"softmax"``, or ``"sigmoid"``, by which experts do not compete (DeepSeek-V3, arXiv 2412.19437).
+        group_images: entries of the batch that share queues, capacities and losses; by default all.
+            In eval mode a batch that they do not divide is one group.
+        loss_weights: weight of each of the losses ``"importance"``, ``"load"``, ``"balance"`` (of
+            first choices), ``"balance_top_k"`` (of all choices), ``"local_entropy"``,
+            ``"global_entropy"`` and ``"z"``, 0 if not given.
+        gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the
+            router learns from its losses alone; ``"renorm"``, its gate divided by the sum of the
+            chosen experts' gates.
+        score: ``"softmax"``, or ``"sigmoid"``, by which experts do not compete (DeepSeek-V3, arXiv
+            2412.19437).
         route_scale: factor of all gates.
-        bias_rate: rate of a bias on the gates, for the choice alone (:class:`BalancingBias`); 0 for no bias.
+        bias_rate: rate of a bias on the gates, for the choice alone (:class:`BalancingBias`); 0 for
+            no bias.
 
     Attributes:
         weight: (E, D) parameter.
@@ -117,14 +147,20 @@ class TopKRouter(RecordingRouter):
             check_number(f"The weight of the {name} loss", weight, 0)
         if loss_weights.get("load") and not noise_std:
             raise ValueError(
-                "The load loss is about noise on the logits: give a noise_std above 0, or leave the loss out."
+                "The load loss is about noise on the logits: give a noise_std above 0, or leave "
+                "the loss out."
             )
-        super().__init__(num_experts, {name: weight for name, weight in loss_weights.items() if weight}, bias_rate)
+        super().__init__(
+            num_experts,
+            {name: weight for name, weight in loss_weights.items() if weight},
+            bias_rate,
+        )
         is_always_one = gate_mode == "one" or (gate_mode == "renorm" and top_k == 1)
         if is_always_one and top_k < num_experts and not self.loss_weights.keys() - {"z"}:
             warnings.warn(
-                f"With top_k={top_k} and gate_mode={gate_mode!r} all gates are one, and the router has no loss of its "
-                "choices, so nothing trains it: give it a loss (aux_loss_weight above 0), or take gate_mode='prob'.",
+                f"With top_k={top_k} and gate_mode={gate_mode!r} all gates are one, and the "
+                "router has no loss of its choices, so nothing trains it: give it a loss "
+                "(aux_loss_weight above 0), or take gate_mode='prob'.",
                 stacklevel=2,
             )
         self.top_k = top_k
@@ -167,7 +203,8 @@ class TopKRouter(RecordingRouter):
         """Route the rows of x of shape (B, ..., D).
 
         Raises:
-            ValueError: in training, if ``group_images`` does not divide B, or if the capacity would be below 1.
+            ValueError: in training, if ``group_images`` does not divide B, or if the capacity would
+                be below 1.
             RuntimeError: as :meth:`is_recording`.
         """
         batch, rows, mode = x.shape[0], math.prod(x.shape[1:-1]), current_mode()
@@ -180,25 +217,34 @@ class TopKRouter(RecordingRouter):
             noisy_GBNE = with_noise(logits_GBNE, self.noise_std) if is_noisy else logits_GBNE
             gate_GBNE = self._gates(noisy_GBNE)
             chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k, self.balancing_bias)
-            chosen_GSK, expert_GSK = chosen_GBNK.flatten(1, 2), self._experts(choice_GBNK).flatten(1, 2)
+            chosen_GSK, expert_GSK = (
+                chosen_GBNK.flatten(1, 2),
+                self._experts(choice_GBNK).flatten(1, 2),
+            )
             priority_GS = chosen_GSK[..., 0] if self.batch_priority else None
             queues = queue(expert_GSK, self.num_experts, priority_GS, mode)
             may_wait = not self.training and mode is Mode.EAGER
-            routing = assign(expert_GSK, self._factors(chosen_GSK), queues, capacity, mode, may_wait)
+            routing = assign(
+                expert_GSK, self._factors(chosen_GSK), queues, capacity, mode, may_wait
+            )
             if self.is_recording():
                 losses = self._losses(logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK, queues)
                 self.record(losses, queues.load.long(), capacity, chosen_GSK)
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter
-        return self._shares(self._gates(self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])))).flatten(0, 2)
+        return self._shares(
+            self._gates(self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])))
+        ).flatten(0, 2)
 
     def _gates(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
     def _shares(self, gate: Tensor) -> Tensor:
         """The gates divided by their sum, as losses and reports need them."""
-        return gate if self.score == "softmax" else gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
+        return (
+            gate if self.score == "softmax" else gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
+        )
 
     def _factors(self, chosen_GSK: Tensor) -> Tensor:
         """The factors of the outputs of the chosen experts, from their gates."""
@@ -233,10 +279,17 @@ class TopKRouter(RecordingRouter):
             return None  # a row chooses an expert at most once
         choices, rounding = rows * self.top_k, self.capacity_rounding
         most = rows * self.part_size // self.num_experts  # rows that may choose one expert
-        return expert_capacity(choices, self.num_experts, factor, rounding, self.capacity_multiple, most)
+        return expert_capacity(
+            choices, self.num_experts, factor, rounding, self.capacity_multiple, most
+        )
 
     def _losses(
-        self, logits_GBNE: Tensor, noisy_GBNE: Tensor, gate_GBNE: Tensor, choice_GBNK: Tensor, queues: Queues
+        self,
+        logits_GBNE: Tensor,
+        noisy_GBNE: Tensor,
+        gate_GBNE: Tensor,
+        choice_GBNK: Tensor,
+        queues: Queues,
     ) -> dict[str, Tensor]:
         """Mean over the groups of each loss that has a weight; zero for an empty batch."""
         if logits_GBNE.numel() == 0:
@@ -254,7 +307,9 @@ class TopKRouter(RecordingRouter):
 
         losses = {
             "importance": lambda: importance_loss(exact_GSE()),
-            "load": lambda: load_loss(groups(logits_GBNE), groups(noisy_GBNE), groups(choice_GBNK)[..., -1], std),
+            "load": lambda: load_loss(
+                groups(logits_GBNE), groups(noisy_GBNE), groups(choice_GBNK)[..., -1], std
+            ),
             "balance": lambda: balance(queues.load_first, 1),
             "balance_top_k": lambda: balance(queues.load, self.top_k),
             "local_entropy": lambda: local_entropy_loss(exact_GSE()),
@@ -280,7 +335,8 @@ class ImageRouter(TopKRouter):
         """Route the rows of x of shape (B, N, D) by the first row of each image; ValueError for another shape."""
         if x.ndim != 3:
             raise ValueError(
-                f"Image-level routing needs tokens of shape (B, N, D), the first the class token, got {tuple(x.shape)}."
+                "Image-level routing needs tokens of shape (B, N, D), the first the class token, "
+                f"got {tuple(x.shape)}."
             )
         return super().forward(x[:, 0]).for_all_rows(x.shape[1])
 
@@ -291,12 +347,15 @@ class ImageRouter(TopKRouter):
 class TiledRouter(TopKRouter):
     """Base of the routers of a batch that holds each image M times in a row, once for each member of an ensemble.
 
-    Arguments as :class:`TopKRouter` and ``ensemble_size``, M; ``group_images`` counts images, each with its M entries.
+    Arguments as :class:`TopKRouter` and ``ensemble_size``, M; ``group_images`` counts images, each
+    with its M entries.
     """
 
     needs_whole_images = True
 
-    def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
+    def __init__(
+        self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any
+    ):
         check_integer("ensemble_size", ensemble_size, 1)
         super().__init__(dim, num_experts, top_k, **options)
         self.ensemble_size = ensemble_size
@@ -314,7 +373,8 @@ class TiledRouter(TopKRouter):
 class TilingRouter(TiledRouter):
     """Lets every member choose among all experts, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
 
-    Members differ only by the noise on their logits, so there must be noise, and it is added in eval mode too.
+    Members differ only by the noise on their logits, so there must be noise, and it is added in
+    eval mode too.
     """
 
     noisy_in_eval = True
@@ -322,25 +382,33 @@ class TilingRouter(TiledRouter):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         if not self.noise_std:
-            raise ValueError("The members of ensemble='tiling' differ by noise alone: give a noise_std above 0.")
+            raise ValueError(
+                "The members of ensemble='tiling' differ by noise alone: give a noise_std above 0."
+            )
 
 
 class EnsembleRouter(TiledRouter):
     """Gives each of the M members of an ensemble its own part of the experts (pBE, arXiv 2110.03360, section 4).
 
-    Member m chooses among experts m E/M to (m + 1) E/M - 1 as a separate router would: the softmax is over these
-    experts, the noise has a standard deviation of ``noise_std * M / E``, the capacity is for E/M experts and the rows
-    of one member, and losses are means over the members. M must divide E, and K must not exceed E/M.
+    Member m chooses among experts m E/M to (m + 1) E/M - 1 as a separate router would: the softmax
+    is over these experts, the noise has a standard deviation of ``noise_std * M / E``, the capacity
+    is for E/M experts and the rows of one member, and losses are means over the members. M must
+    divide E, and K must not exceed E/M.
     """
 
-    def __init__(self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any):
+    def __init__(
+        self, dim: int, num_experts: int, top_k: int = 1, *, ensemble_size: int, **options: Any
+    ):
         super().__init__(dim, num_experts, top_k, ensemble_size=ensemble_size, **options)
         size, rest = divmod(num_experts, ensemble_size)
         if rest:
-            raise ValueError(f"{num_experts=} cannot be divided among the members of {ensemble_size=}.")
+            raise ValueError(
+                f"{num_experts=} cannot be divided among the members of {ensemble_size=}."
+            )
         if top_k > size:
             raise ValueError(
-                f"{top_k=} exceeds the {size} experts that each of the {ensemble_size} members has of {num_experts=}."
+                f"{top_k=} exceeds the {size} experts that each of the {ensemble_size} members has "
+                f"of {num_experts=}."
             )
         self.part_size = size
 
@@ -348,8 +416,11 @@ class EnsembleRouter(TiledRouter):
         return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
-        # Computing all experts' logits and keeping a member's own costs less than sorting rows by member.
-        logits_GBMNME = self._by_member(super()._logits(x_GBND)).unflatten(-1, (self.ensemble_size, -1))
+        # Computing all experts' logits and keeping a member's own costs less than sorting rows by
+        # member.
+        logits_GBMNME = self._by_member(super()._logits(x_GBND)).unflatten(
+            -1, (self.ensemble_size, -1)
+        )
         return logits_GBMNME.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).flatten(1, 2)
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
@@ -383,7 +454,11 @@ class PartitionedRouter(EnsembleRouter):
         def choices_of_row(per_member: Tensor | None) -> Any:
             if per_member is None:
                 return None
-            return per_member.reshape(-1, members, rows, self.top_k).transpose(1, 2).reshape(-1, members * self.top_k)
+            return (
+                per_member.reshape(-1, members, rows, self.top_k)
+                .transpose(1, 2)
+                .reshape(-1, members * self.top_k)
+            )
 
         routing = super().forward(x.repeat_interleave(members, 0))
         copies = routing.token_indices
@@ -398,7 +473,8 @@ class PartitionedRouter(EnsembleRouter):
 class MultiHeadRouter(TopKRouter):
     """Gives each of the K choices of a row a copy of the row (pBE, naive multi-head MoE, eq. 2).
 
-    The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. The first copy decides.
+    The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. The
+    first copy decides.
     """
 
     needs_whole_images = True
@@ -419,7 +495,9 @@ class MultiHeadRouter(TopKRouter):
         slots = choice_of_copy(routing.slots)
         copies = torch.arange(slots.shape[0], device=x.device)
         return routing._replace(
-            token_indices=torch.zeros_like(routing.token_indices).scatter_(0, slots.flatten(), copies),
+            token_indices=torch.zeros_like(routing.token_indices).scatter_(
+                0, slots.flatten(), copies
+            ),
             slots=slots,
             gates=choice_of_copy(routing.gates),
             is_dropped=choice_of_copy(routing.is_dropped),
@@ -443,5 +521,6 @@ def _top_k(gate: Tensor, k: int, bias: nn.Module | None) -> tuple[Tensor, Tensor
         if number:
             rest = rest.scatter(-1, chosen[-1], -torch.inf)
         chosen.append(rest.argmax(-1, keepdim=True))
-    indices = torch.stack([index.squeeze(-1) for index in chosen]).movedim(0, -1)  # all first choices first, as queues
+    # All first choices first, as queues.
+    indices = torch.stack([index.squeeze(-1) for index in chosen]).movedim(0, -1)
     return gate.gather(-1, indices), indices

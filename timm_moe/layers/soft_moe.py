@@ -1,6 +1,7 @@
 """Soft MoE (arXiv 2308.00951): each expert computes mixtures of an image's tokens, so nothing is chosen or dropped.
 
-Shape suffixes: B images, N tokens of an image, D width, E experts, P slots of an expert, S slots of all experts.
+Shape suffixes: B images, N tokens of an image, D width, E experts, P slots of an expert, S slots of
+all experts.
 """
 
 from typing import Any
@@ -18,8 +19,8 @@ from .router import Router
 class SoftRouter(Router):
     """Weights that mix an image's tokens into slots, and the experts' outputs back into tokens (section 2.1).
 
-    The logit of a token and a slot is the cosine of the token and the slot's parameters, times a learned scale
-    (section 2.3). It is computed in float32 at least, under autocast too.
+    The logit of a token and a slot is the cosine of the token and the slot's parameters, times a
+    learned scale (section 2.3). It is computed in float32 at least, under autocast too.
 
     Args:
         dim: D.
@@ -47,7 +48,8 @@ class SoftRouter(Router):
 
     def reset_parameters(self) -> None:
         """Draw from the truncated normal distribution of V-MoE's code, whose variance is 1 / (E D)."""
-        std = (self.num_experts * self.slots.shape[2]) ** -0.5 / 0.87962566  # of a normal cut at two deviations
+        # Of a normal cut at two deviations.
+        std = (self.num_experts * self.slots.shape[2]) ** -0.5 / 0.87962566
         nn.init.trunc_normal_(self.slots, std=std, a=-2 * std, b=2 * std)
         nn.init.ones_(self.scale)
 
@@ -58,8 +60,8 @@ class SoftRouter(Router):
         """Compute the weights of the tokens in each slot and of the slots in each token's output.
 
         Returns:
-            Two tensors (B, N, S), S = E P: the first adds up to 1 over the tokens that are no padding, the second over
-            the slots.
+            Two tensors (B, N, S), S = E P: the first adds up to 1 over the tokens that are no
+            padding, the second over the slots.
         """
         with no_autocast(x_BND):
             dtype = torch.promote_types(x_BND.dtype, torch.float32)
@@ -67,7 +69,8 @@ class SoftRouter(Router):
             logits_BNS = nn.functional.linear(_unit(x_BND.to(dtype)), slot_SD)
             masked_BNS = logits_BNS
             if padding_BN is not None:
-                least = torch.finfo(dtype).min  # not -inf, which makes NaN of an image that is padding alone
+                # Not -inf, which makes NaN of an image that is padding alone.
+                least = torch.finfo(dtype).min
                 masked_BNS = logits_BNS.masked_fill(padding_BN.unsqueeze(2), least)
             return masked_BNS.softmax(1), logits_BNS.softmax(2)
 
@@ -82,9 +85,10 @@ def _unit(x: Tensor) -> Tensor:
 class SoftMoeMlp(MoeMlp):
     """The layer of Soft MoE: every expert computes P slots of each image.
 
-    A slot is a weighted mean of all tokens, an output a weighted mean of all slots (section 2.1, algorithm 1). Outputs
-    are differentiable in all weights, need no auxiliary loss, and cost the same for any number of experts with the same
-    number of slots. An upcycled layer does not start as the dense network.
+    A slot is a weighted mean of all tokens, an output a weighted mean of all slots (section 2.1,
+    algorithm 1). Outputs are differentiable in all weights, need no auxiliary loss, and cost the
+    same for any number of experts with the same number of slots. An upcycled layer does not start
+    as the dense network.
 
     It takes the arguments of :class:`MoeMlp`, the router being a :class:`SoftRouter`.
     """
@@ -98,7 +102,9 @@ class SoftMoeMlp(MoeMlp):
         if routing is not None:
             raise ValueError("Soft MoE mixes the tokens of an image: there is no routing to give.")
         if x.ndim < 3:
-            raise ValueError(f"Soft MoE needs the tokens of images, (B, ..., D), got a tensor {tuple(x.shape)}.")
+            raise ValueError(
+                f"Soft MoE needs the tokens of images, (B, ..., D), got a tensor {tuple(x.shape)}."
+            )
         padding, self.padding = self.padding, None
         if padding is not None:
             padding = padding.flatten(1) if padding.shape == x.shape[:-1] else None

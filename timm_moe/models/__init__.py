@@ -1,6 +1,7 @@
 """The registered models: importing this package makes them known to timm's factory.
 
-Modules beside the Vision Transformers need more of timm. One whose models the installed timm lacks is left out.
+Modules beside the Vision Transformers need more of timm. One whose models the installed timm lacks
+is left out.
 """
 
 import warnings
@@ -14,6 +15,9 @@ for _name in ("small_data", "swin_moe"):
     except ImportError as error:
         if not (error.name or "").startswith("timm."):
             raise
-        warnings.warn(f"The models of {__name__}.{_name} are missing, as timm has changed: {error}", stacklevel=2)
+        warnings.warn(
+            f"The models of {__name__}.{_name} are missing, as timm has changed: {error}",
+            stacklevel=2,
+        )
 
 __all__ = ["ensemble", "ewa", "small_data", "swin_moe", "vision_transformer", "widenet"]

@@ -19,19 +19,22 @@ def as_one_classifier(logits: Tensor) -> Tensor:
 
     A narrower type would round different probabilities to the same, and so change predictions.
     """
-    return ensemble_log_probabilities(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
+    return ensemble_log_probabilities(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    )
 
 
 class MembersMixin(VisionTransformer):
     """A Vision Transformer with M members that part at one of its blocks (pBE, section 4).
 
-    The input of that block holds each image M times in a row, so ``forward_features`` returns (B M, N, D). In training
-    the output holds the logits of all members, (B, M, C), for :class:`timm_moe.MemberLoss`, which timm's training tasks
-    use automatically. In eval mode the output is the log of their mean probabilities, (B, C), or without a classifier
-    the mean of their features.
+    The input of that block holds each image M times in a row, so ``forward_features`` returns (B M,
+    N, D). In training the output holds the logits of all members, (B, M, C), for
+    :class:`timm_moe.MemberLoss`, which timm's training tasks use automatically. In eval mode the
+    output is the log of their mean probabilities, (B, C), or without a classifier the mean of their
+    features.
 
-    Subclasses are written ``class X(MembersMixin, Y)``, with Y another subclass of VisionTransformer, and call
-    :meth:`part_at` in their constructor.
+    Subclasses are written ``class X(MembersMixin, Y)``, with Y another subclass of
+    VisionTransformer, and call :meth:`part_at` in their constructor.
 
     Attributes:
         ensemble_size: M; 1 once the blocks in which the members differ are pruned.
@@ -64,21 +67,38 @@ class MembersMixin(VisionTransformer):
         return as_one_classifier(members)
 
     def forward_intermediates(  # type: ignore[override]  # the rest, which differs between versions, is handed on
-        self, x: Tensor, indices: Any = None, *, output_fmt: str = "NCHW", output_dict: bool = False, **kwargs: Any
+        self,
+        x: Tensor,
+        indices: Any = None,
+        *,
+        output_fmt: str = "NCHW",
+        output_dict: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Return timm's features: each intermediate one is the members' mean, the final one holds all (B M, N, D)."""
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}.")
-        result: Any = super().forward_intermediates(x, indices, output_fmt="NLC", output_dict=True, **kwargs)
-        if "image_features" in result and len(result["image_features"]) < len(x) * self.ensemble_size:
+        result: Any = super().forward_intermediates(
+            x, indices, output_fmt="NLC", output_dict=True, **kwargs
+        )
+        if (
+            "image_features" in result
+            and len(result["image_features"]) < len(x) * self.ensemble_size
+        ):
             # timm stopped before the members part
-            result["image_features"] = result["image_features"].repeat_interleave(self.ensemble_size, 0)
+            result["image_features"] = result["image_features"].repeat_interleave(
+                self.ensemble_size, 0
+            )
         for name in {"image_intermediates", "image_intermediates_prefix"} & result.keys():
-            result[name] = [feature.unflatten(0, (x.shape[0], -1)).mean(1) for feature in result[name]]
+            result[name] = [
+                feature.unflatten(0, (x.shape[0], -1)).mean(1) for feature in result[name]
+            ]
         features = result["image_intermediates"]
         if output_fmt == "NCHW":
             size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
-            result["image_intermediates"] = features = [part.mT.unflatten(2, size).contiguous() for part in features]
+            result["image_intermediates"] = features = [
+                part.mT.unflatten(2, size).contiguous() for part in features
+            ]
         if output_dict:
             return result
         if "image_intermediates_prefix" in result:
@@ -102,8 +122,8 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
 
     Args:
         ensemble_size: M.
-        ensemble: kind of ensemble that repeats images, see :func:`timm_moe.convert_to_moe`; with ``"multi_head"`` the
-            members part at the last expert block.
+        ensemble: kind of ensemble that repeats images, see :func:`timm_moe.convert_to_moe`; with
+            ``"multi_head"`` the members part at the last expert block.
     """
 
     def __init__(self, *args: Any, ensemble_size: int = 2, ensemble: str = "pbe", **kwargs: Any):
@@ -118,14 +138,24 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
         super().restore_stock_class()
 
 
-#: pBE in fine-tuning (section 4.2, table 5): 2 members with 16 experts each, a token of each goes to 1.
-_PBE = {**VMOE, **dict(ensemble_size=2, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1)}
+#: pBE in fine-tuning (section 4.2, table 5): 2 members with 16 experts each, a token of each goes
+#: to 1.
+_PBE = {
+    **VMOE,
+    **dict(
+        ensemble_size=2, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1
+    ),
+}
 _VARIANTS = vmoe_variants("vmoe_pbe", "pBE in V-MoE", _PBE)
 
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     # Partitioning divides the tokens of one ordinary model.
-    model_class = MoeVisionTransformer if kwargs.get("ensemble") == "partitioning" else EnsembleVisionTransformer
+    model_class = (
+        MoeVisionTransformer
+        if kwargs.get("ensemble") == "partitioning"
+        else EnsembleVisionTransformer
+    )
     return create_moe_vit(model_class, name, variant, pretrained, kwargs)
 
 

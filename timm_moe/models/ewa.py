@@ -1,8 +1,9 @@
 """EWA (arXiv 2308.06093) for every architecture of timm whose blocks hold an Mlp: ``<architecture>_ewa_moe``.
 
-Each family of timm has a module here that exists in memory only, e.g. ``timm_moe.models.ewa.swin_transformer``. It
-holds the entrypoints, so that timm lists them with the family, and the model classes, each made on first use. An
-entrypoint calls timm's own, which builds ``Moe<Class>`` instead of ``<Class>`` and is otherwise unchanged, see
+Each family of timm has a module here that exists in memory only, e.g.
+``timm_moe.models.ewa.swin_transformer``. It holds the entrypoints, so that timm lists them with the
+family, and the model classes, each made on first use. An entrypoint calls timm's own, which builds
+``Moe<Class>`` instead of ``<Class>`` and is otherwise unchanged, see
 :func:`timm_moe.integrations.timm.build_instead`.
 """
 
@@ -23,18 +24,71 @@ from .vision_transformer import MoeVisionTransformer
 #: Modules of timm.models with such architectures. Those that the installed timm lacks are skipped;
 #: ``tests/every_model.py`` finds missing ones.
 FAMILIES = (
-    *("beit", "byobnet", "cait", "coat", "convit", "convnext", "crossvit", "csatv2", "davit", "deepseek_vit", "deit"),
-    *("edgenext", "efficientformer", "eva", "gcvit", "gemma4_vit", "hiera", "hieradet_sam2", "maxxvit", "metaformer"),
-    *("mlp_mixer", "mobilevit", "mvitv2", "naflexvit", "nest", "pit", "qwen3_vit", "sequencer", "swin_transformer"),
-    *("swin_transformer_v2", "swin_transformer_v2_cr", "tiny_vit", "tnt", "twins", "vision_transformer"),
-    *("vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam", "vitamin", "volo", "xcit"),
+    *(
+        "beit",
+        "byobnet",
+        "cait",
+        "coat",
+        "convit",
+        "convnext",
+        "crossvit",
+        "csatv2",
+        "davit",
+        "deepseek_vit",
+        "deit",
+    ),
+    *(
+        "edgenext",
+        "efficientformer",
+        "eva",
+        "gcvit",
+        "gemma4_vit",
+        "hiera",
+        "hieradet_sam2",
+        "maxxvit",
+        "metaformer",
+    ),
+    *(
+        "mlp_mixer",
+        "mobilevit",
+        "mvitv2",
+        "naflexvit",
+        "nest",
+        "pit",
+        "qwen3_vit",
+        "sequencer",
+        "swin_transformer",
+    ),
+    *(
+        "swin_transformer_v2",
+        "swin_transformer_v2_cr",
+        "tiny_vit",
+        "tnt",
+        "twins",
+        "vision_transformer",
+    ),
+    *(
+        "vision_transformer_hybrid",
+        "vision_transformer_relpos",
+        "vision_transformer_sam",
+        "vitamin",
+        "volo",
+        "xcit",
+    ),
 )
-#: Patterns of names to leave out: architectures with fewer than two feed-forward networks that act on each token alone.
-#: Their networks are convolutions, mix tokens, or are part of the attention.
+#: Patterns of names to leave out: architectures with fewer than two feed-forward networks that act
+#: on each token alone. Their networks are convolutions, mix tokens, or are part of the attention.
 _LEFT_OUT = {
     "byobnet": ("*",),  # here only for the class, which MobileViT uses
     "convnext": (
-        *("convnextv2_*", "convnext_atto*", "convnext_femto*", "convnext_pico*", "convnext_nano*", "convnext_zepto*"),
+        *(
+            "convnextv2_*",
+            "convnext_atto*",
+            "convnext_femto*",
+            "convnext_pico*",
+            "convnext_nano*",
+            "convnext_zepto*",
+        ),
         "convnext_tiny_hnf",
     ),
     "efficientformer": ("efficientformer_l1",),
@@ -65,7 +119,9 @@ class _Family(ModuleType):
 
 def expert_class(stock_class: type[nn.Module]) -> type[nn.Module]:
     """Return ``Moe<Class>`` from the module where pickle looks for it; KeyError for a class outside all families."""
-    return getattr(_families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}")
+    return getattr(
+        _families[stock_class.__module__.rpartition(".")[2]], f"Moe{stock_class.__name__}"
+    )
 
 
 def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -86,7 +142,8 @@ def _register(family: str) -> _Family:
     if family == "vision_transformer":  # its class is written out in a file here
         setattr(module, MoeVisionTransformer.__name__, MoeVisionTransformer)
     for architecture in list_models(module=family, exclude_filters=_LEFT_OUT.get(family, ())):
-        if model_entrypoint(architecture).__module__ != module.stock_module.__name__:  # another package's
+        # Another package's.
+        if model_entrypoint(architecture).__module__ != module.stock_module.__name__:
             continue
         name = f"{architecture}_ewa_moe"
         create, cfgs = partial(_create, architecture), cfgs_like(architecture, name)
@@ -99,4 +156,6 @@ _families = {name: _register(name) for name in FAMILIES if sys.modules.get(f"tim
 
 def architectures() -> list[str]:
     """List the architectures of timm that have an ``_ewa_moe``, by family and name."""
-    return [name.removesuffix("_ewa_moe") for module in _families.values() for name in module.__all__]
+    return [
+        name.removesuffix("_ewa_moe") for module in _families.values() for name in module.__all__
+    ]

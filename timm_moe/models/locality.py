@@ -1,7 +1,8 @@
 """Shifted patches (SPT) and locality self-attention (LSA), which help transformers learn from small data sets.
 
-Both come from "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details follow the authors' code.
-Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
+Both come from "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details follow the
+authors' code. Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D
+width.
 """
 
 from typing import Any
@@ -24,8 +25,8 @@ def check_flags(shifted_patches: bool, locality_attention: bool) -> None:
 class ShiftedPatches(nn.Module):
     """Tokens of patches that see beyond their edges: Shifted Patch Tokenization (section 3.1).
 
-    The input and four copies, shifted diagonally by half a patch and padded with zeros, are cut into patches together.
-    Each patch is flattened, normalised and projected.
+    The input and four copies, shifted diagonally by half a patch and padded with zeros, are cut
+    into patches together. Each patch is flattened, normalised and projected.
 
     Args:
         in_channels: C.
@@ -37,7 +38,13 @@ class ShiftedPatches(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, dim: int, patch_size: int, norm_layer: Any = None, bias: bool = True, **like: Any
+        self,
+        in_channels: int,
+        dim: int,
+        patch_size: int,
+        norm_layer: Any = None,
+        bias: bool = True,
+        **like: Any,
     ):
         super().__init__()
         self.in_channels = in_channels
@@ -62,16 +69,21 @@ class ShiftedPatches(nn.Module):
 def shifted(x_BCHW: Tensor, shift: int) -> Tensor:
     """Stack the input and four copies, shifted diagonally by ``shift`` pixels and padded with zeros: (B, 5 C, H, W)."""
     diagonals = ((shift, shift), (-shift, shift), (shift, -shift), (-shift, -shift))
-    return torch.cat([x_BCHW, *(pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals)], 1)
+    return torch.cat(
+        [x_BCHW, *(pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals)], 1
+    )
 
 
 class ShiftedPatchEmbed(PatchEmbed):
     """timm's PatchEmbed with shifted patches, whose size cannot change, instead of its convolution.
 
-    It takes PatchEmbed's arguments; ``norm_layer`` acts on the flattened patches, see :class:`ShiftedPatches`.
+    It takes PatchEmbed's arguments; ``norm_layer`` acts on the flattened patches, see
+    :class:`ShiftedPatches`.
     """
 
-    def __init__(self, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **kwargs: Any):
+    def __init__(
+        self, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **kwargs: Any
+    ):
         own = ("norm_layer", "bias", "device", "dtype")
         options = {name: kwargs.pop(name) for name in own if name in kwargs}
         super().__init__(img_size, patch_size, in_chans, embed_dim, **kwargs, device="meta")
@@ -93,7 +105,8 @@ class ShiftedPatchMerging(nn.Module):
 class ShiftedPooling(nn.Module):
     """PiT's pooling by shifted patches.
 
-    It maps tokens (B, dim, H, W) to (B, out_dim, H / 2, W / 2), and class tokens (B, N, dim) to (B, N, out_dim).
+    It maps tokens (B, dim, H, W) to (B, out_dim, H / 2, W / 2), and class tokens (B, N, dim) to (B,
+    N, out_dim).
     """
 
     def __init__(self, dim: int, out_dim: int, **like: Any):
@@ -112,8 +125,8 @@ class _Locality(nn.Module):
         super().__init__(*args, **kwargs)
         initial = self.qkv.weight.new_full((self.num_heads, 1, 1), self.scale)
         del self.scale
-        # The authors learn the inverse of the temperature and decay it. timm's optimizers decay it too, as it has more
-        # than one dimension.
+        # The authors learn the inverse of the temperature and decay it. timm's optimizers decay it
+        # too, as it has more than one dimension.
         self.scale = nn.Parameter(initial)
         self.fused_attn = False  # it has a scale of its own
 
@@ -121,13 +134,18 @@ class _Locality(nn.Module):
 class LocalityAttention(_Locality, Attention):  # type: ignore[misc]  # fused_attn is final, to TorchScript
     """timm's Attention in which no token attends to itself, with a learned temperature per head (section 3.2).
 
-    It takes timm's arguments. The parameter ``scale`` (heads, 1, 1) is the inverse of the temperature, initially
-    1 / sqrt(head dimension).
+    It takes timm's arguments. The parameter ``scale`` (heads, 1, 1) is the inverse of the
+    temperature, initially 1 / sqrt(head dimension).
     """
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         """Attend as timm does."""
-        mask, diagonal_NN = resolve_self_attn_mask(x.shape[1], x, attn_mask, is_causal), diagonal(x.shape[1], x)
+        mask, diagonal_NN = (
+            resolve_self_attn_mask(x.shape[1], x, attn_mask, is_causal),
+            diagonal(x.shape[1], x),
+        )
         return super().forward(x, diagonal_NN if mask is None else mask + diagonal_NN)
 
 
@@ -146,4 +164,5 @@ def diagonal(tokens: int, like: Tensor) -> Tensor:
     """
     index = torch.arange(tokens, device=like.device)
     lowest = max(-987654321.0, torch.finfo(like.dtype).min / 2)
-    return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], lowest)  # ONNX lacks a bool eye
+    # ONNX lacks a bool eye.
+    return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], lowest)

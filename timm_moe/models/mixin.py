@@ -15,7 +15,13 @@ from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 
 #: Options that concern loading or training, not the architecture that an exported model must state.
 _NOT_ARCHITECTURE = (
-    *("pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "pretrained_strict", "cache_dir"),
+    *(
+        "pretrained_cfg",
+        "pretrained_cfg_overlay",
+        "pretrained_model_args",
+        "pretrained_strict",
+        "cache_dir",
+    ),
     *("features_only", "out_indices", "feature_cls", "device", "dtype", "weight_init"),
 )
 
@@ -40,10 +46,14 @@ class MoeMixin:
         taken = constructor_arguments(self.stock_class).intersection(names)
         if taken:
             stock = self.stock_class.__name__
-            raise ValueError(f"{min(taken)} is an option of the router and an argument of {stock}: rename the former.")
+            raise ValueError(
+                f"{min(taken)} is an option of the router and an argument of {stock}: rename the "
+                "former."
+            )
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         super().__init__(*args, **kwargs)
-        # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes them equal.
+        # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes
+        # them equal.
         convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
 
     def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -52,16 +62,19 @@ class MoeMixin:
             super().init_weights(*args, **kwargs)  # type: ignore[misc]
 
     def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:
-        begin_forward(self)  # features_only=True calls this directly, so the model's own hook does not run
+        # features_only=True calls this directly, so the model's own hook does not run.
+        begin_forward(self)
         return super().forward_intermediates(*args, **kwargs)  # type: ignore[misc]
 
     def no_weight_decay(self: Any) -> set[str]:
         """Return names of parameters without weight decay: the stock model's, and the experts' biases.
 
-        Under layer decay timm recognises a bias by its single dimension; the experts' biases have two.
+        Under layer decay timm recognises a bias by its single dimension; the experts' biases have
+        two.
         """
         biases = {name for name, stacked in expert_parameters(self).items() if stacked.ndim == 2}
-        return {*getattr(super(), "no_weight_decay", set)(), *biases}  # not every family has the method
+        # Not every family has the method.
+        return {*getattr(super(), "no_weight_decay", set)(), *biases}
 
     def restore_stock_class(self: Any) -> None:
         """Turn into an instance of the stock class; :func:`timm_moe.to_dense` calls it once the experts are gone."""
@@ -77,7 +90,11 @@ class MoeMixin:
 def constructor_arguments(known_class: type) -> frozenset[str]:
     """Return the names of the arguments of a class's constructor and its bases' constructors."""
     constructors = [base.__init__ for base in known_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
-    parameters = [parameter for init in constructors for parameter in inspect.signature(init).parameters.values()]
+    parameters = [
+        parameter
+        for init in constructors
+        for parameter in inspect.signature(init).parameters.values()
+    ]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return frozenset(parameter.name for parameter in parameters if parameter.kind not in variadic)
 
@@ -86,7 +103,11 @@ def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that the exported dense model needs: no MoE options, no loading options, no drop rates."""
     dropped = {*moe_options(kwargs.get("router", "random")), *_NOT_ARCHITECTURE}
     rates = ("drop_rate", "drop_path_rate", "drop_block_rate")
-    return {name: value for name, value in kwargs.items() if name not in dropped and not name.endswith(rates)}
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if name not in dropped and not name.endswith(rates)
+    }
 
 
 def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any]) -> None:
@@ -98,5 +119,9 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
 def moe_class(stock_class: type[nn.Module], module: str) -> Any:
     """Make ``Moe<Class>``, the class with expert layers, which belongs to the module of this name."""
     name = stock_class.__name__
-    namespace = {"__module__": module, "__doc__": f"{name} with expert layers.", "stock_class": stock_class}
+    namespace = {
+        "__module__": module,
+        "__doc__": f"{name} with expert layers.",
+        "stock_class": stock_class,
+    }
     return type(f"Moe{name}", (MoeMixin, stock_class), namespace)

@@ -17,7 +17,11 @@ from ..quick_init import quick_init
 
 def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
     """List this package's models, or their pretrained tags, whose names match a pattern with wildcards."""
-    return [name for name in timm.list_models(pattern, pretrained=pretrained) if is_registered_here(name)]
+    return [
+        name
+        for name in timm.list_models(pattern, pretrained=pretrained)
+        if is_registered_here(name)
+    ]
 
 
 def registrar(name: str) -> str | None:
@@ -36,14 +40,22 @@ def check_registered(name: str) -> None:
     if timm.is_model(name) and re.fullmatch(r"[\w.-]+", name):  # timm takes any tag
         return
     nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
-    raise ValueError(f"Unknown model ({shown(name)[1:-1]})" + (f"; did you mean {nearest[0]}?" if nearest else "."))
+    raise ValueError(
+        f"Unknown model ({shown(name)[1:-1]})"
+        + (f"; did you mean {nearest[0]}?" if nearest else ".")
+    )
 
 
 def is_named_after_stock(name: str) -> bool:
     """Tell if a model is the EWA form of a timm architecture, which its name begins with."""
     architecture = name.partition(".")[0]
     stock = architecture.removesuffix("_ewa_moe")
-    return stock != architecture and is_registered_here(name) and timm.is_model(stock) and not is_registered_here(stock)
+    return (
+        stock != architecture
+        and is_registered_here(name)
+        and timm.is_model(stock)
+        and not is_registered_here(stock)
+    )
 
 
 @contextmanager

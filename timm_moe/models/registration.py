@@ -6,7 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_arch_pretrained_cfgs,
+    register_model,
+)
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
@@ -23,7 +28,9 @@ SIZES: dict[str, dict[str, Any]] = {
 #: Preprocessing as in V-MoE's configurations, for models that have no counterpart in timm.
 VMOE_S_CFG: dict[str, Any] = {
     **dict(num_classes=1000, first_conv="patch_embed.proj", classifier="head"),
-    **dict(input_size=(3, 224, 224), fixed_input_size=True, crop_pct=0.875, interpolation="bilinear"),
+    **dict(
+        input_size=(3, 224, 224), fixed_input_size=True, crop_pct=0.875, interpolation="bilinear"
+    ),
     **dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
 }
 
@@ -32,9 +39,11 @@ class Variant(NamedTuple):
     """A registered model, in one line, and the arguments that make timm's VisionTransformer this model."""
 
     description: str
-    stock: str  # the model of timm whose pretrained tags it takes over, and as which its weights are exported
+    # The model of timm whose pretrained tags it takes over, and as which its weights are exported.
+    stock: str
     args: dict[str, Any]
-    #: Arguments that the exported model needs too: timm has no model of this size, and no weights for it.
+    #: Arguments that the exported model needs too: timm has no model of this size, and no weights
+    #: for it.
     own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
     cfg: dict[str, Any] = {}  # noqa: RUF012  # read only: entries of the stock's configs that differ
 
@@ -46,17 +55,27 @@ class Variant(NamedTuple):
         return stock or {name: VMOE_S_CFG}
 
 
-def of_size(description: str, size: str, patch: int, weights: str = "224", **options: Any) -> Variant:
+def of_size(
+    description: str, size: str, patch: int, weights: str = "224", **options: Any
+) -> Variant:
     """Return a variant in a size of timm's ViTs, with timm's weights of this name."""
-    return Variant(description, f"vit_{size}_patch{patch}_{weights}", {**SIZES[size], "patch_size": patch, **options})
+    return Variant(
+        description,
+        f"vit_{size}_patch{patch}_{weights}",
+        {**SIZES[size], "patch_size": patch, **options},
+    )
 
 
-def vmoe_variants(prefix: str, model: str, options: dict[str, Any], with_huge: bool = True) -> dict[str, Variant]:
+def vmoe_variants(
+    prefix: str, model: str, options: dict[str, Any], with_huge: bool = True
+) -> dict[str, Variant]:
     """Return variants in V-MoE's sizes; H has experts in the last five odd blocks. ``model`` begins descriptions."""
     small = f"{model}-S/32: 512 wide and 8 blocks, not timm's ViT-S."
     huge = of_size(f"{model}-H/14.", "huge", 14, **{**options, "moe_layers": "last-5"})
     return {
-        f"{prefix}_s32": Variant(small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"]),
+        f"{prefix}_s32": Variant(
+            small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"]
+        ),
         f"{prefix}_b32": of_size(f"{model}-B/32.", "base", 32, **options),
         f"{prefix}_b16": of_size(f"{model}-B/16.", "base", 16, **options),
         f"{prefix}_l32": of_size(f"{model}-L/32.", "large", 32, **options),
@@ -69,14 +88,19 @@ def cfgs_like(stock: str, name: str, **changes: Any) -> dict[str, Any]:
     """Return the pretrained configs of a model of timm, if it has any, for a model of another name."""
     cfgs = {}
     for cfg in get_arch_pretrained_cfgs(stock).values():
-        if cfg.custom_load and cfg.hf_hub_id:  # the Hub's weights are in timm's format, no .npz as behind the URL
+        # The Hub's weights are in timm's format, no .npz as behind the URL.
+        if cfg.custom_load and cfg.hf_hub_id:
             cfg.url, cfg.custom_load = "", False
         cfgs[f"{name}.{cfg.tag}" if cfg.tag else name] = replace(cfg, **changes) if changes else cfg
     return cfgs
 
 
 def create_vit(
-    model_class: type[nn.Module], name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]
+    model_class: type[nn.Module],
+    name: str,
+    variant: Variant,
+    pretrained: bool,
+    kwargs: dict[str, Any],
 ) -> nn.Module:
     """Build a variant as timm builds its Vision Transformers; ``kwargs`` are the caller's."""
     return build_model_with_cfg(
@@ -89,10 +113,14 @@ def create_vit(
     )
 
 
-def register_variants(module: str, variants: Mapping[str, Variant], create: Callable[..., nn.Module]) -> None:
+def register_variants(
+    module: str, variants: Mapping[str, Variant], create: Callable[..., nn.Module]
+) -> None:
     """Register variants for their module; ``create`` takes a name, the variant, ``pretrained`` and ``kwargs``."""
     for name, variant in variants.items():
-        register(module, name, variant.description, partial(create, name, variant), variant.cfgs(name))
+        register(
+            module, name, variant.description, partial(create, name, variant), variant.cfgs(name)
+        )
 
 
 def register(

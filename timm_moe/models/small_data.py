@@ -38,10 +38,17 @@ __all__ = [
 class LocalVisionTransformer(PreLogitsVisionTransformer):
     """A ViT for small data sets: a :class:`PreLogitsVisionTransformer` with two more options.
 
-    ``shifted_patches`` is :class:`ShiftedPatchEmbed` (SPT), ``locality_attention`` :class:`LocalityAttention` (LSA).
+    ``shifted_patches`` is :class:`ShiftedPatchEmbed` (SPT), ``locality_attention``
+    :class:`LocalityAttention` (LSA).
     """
 
-    def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        shifted_patches: bool = False,
+        locality_attention: bool = False,
+        **kwargs: Any,
+    ):
         check_flags(shifted_patches, locality_attention)
         if shifted_patches:
             kwargs["embed_layer"] = ShiftedPatchEmbed
@@ -57,7 +64,13 @@ class LocalPoolingVisionTransformer(PoolingVisionTransformer):
         ValueError: if shifted patches would overlap.
     """
 
-    def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        shifted_patches: bool = False,
+        locality_attention: bool = False,
+        **kwargs: Any,
+    ):
         check_flags(shifted_patches, locality_attention)
         super().__init__(*args, **kwargs)
         stages: Any = self.transformers
@@ -65,18 +78,22 @@ class LocalPoolingVisionTransformer(PoolingVisionTransformer):
             conv, size = self.patch_embed.conv, self.patch_embed.img_size
             if conv.stride != conv.kernel_size:
                 raise ValueError(
-                    f"Shifted patches do not overlap: create the model with a stride of its patch_size, "
-                    f"{conv.kernel_size[0]}, got {conv.stride[0]}."
+                    "Shifted patches do not overlap: create the model with a stride of its "
+                    f"patch_size, {conv.kernel_size[0]}, got {conv.stride[0]}."
                 )
             like = _like(conv.weight)
             self.patch_embed: Any = ShiftedPatchEmbed(
                 size, conv.stride[0], conv.in_channels, conv.out_channels, output_fmt="NCHW", **like
             )
             for stage in stages[1:]:
-                stage.pool = ShiftedPooling(stage.pool.fc.in_features, stage.pool.fc.out_features, **like)
+                stage.pool = ShiftedPooling(
+                    stage.pool.fc.in_features, stage.pool.fc.out_features, **like
+                )
         if locality_attention:
             for block in (block for stage in stages for block in stage.blocks):
-                block.attn = LocalityAttention(block.attn.qkv.in_features, **_attention_args(block.attn))
+                block.attn = LocalityAttention(
+                    block.attn.qkv.in_features, **_attention_args(block.attn)
+                )
 
 
 class LocalSwinTransformer(SwinTransformer):
@@ -85,7 +102,13 @@ class LocalSwinTransformer(SwinTransformer):
     With SPT it merges by :class:`ShiftedPatchMerging`; LSA is :class:`LocalityWindowAttention`.
     """
 
-    def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        shifted_patches: bool = False,
+        locality_attention: bool = False,
+        **kwargs: Any,
+    ):
         check_flags(shifted_patches, locality_attention)
         if shifted_patches:
             kwargs["embed_layer"] = ShiftedPatchEmbed
@@ -94,11 +117,15 @@ class LocalSwinTransformer(SwinTransformer):
         if shifted_patches:
             for stage in stages[1:]:
                 merging = stage.downsample
-                stage.downsample = ShiftedPatchMerging(merging.dim, merging.out_dim, **_like(merging.reduction.weight))
+                stage.downsample = ShiftedPatchMerging(
+                    merging.dim, merging.out_dim, **_like(merging.reduction.weight)
+                )
         if locality_attention:
             for block in (block for stage in stages for block in stage.blocks):
                 old = block.attn
-                size = dict(head_dim=old.proj.in_features // old.num_heads, window_size=old.window_size)
+                size = dict(
+                    head_dim=old.proj.in_features // old.num_heads, window_size=old.window_size
+                )
                 block.attn = LocalityWindowAttention(old.dim, **size, **_attention_args(old))
         if shifted_patches or locality_attention:
             self.init_weights(needs_reset=False)  # for the new layers too
@@ -137,7 +164,8 @@ class Family(NamedTuple):
 
     description: str
     dense: str  # registered name
-    stock: str | None  # the experts are exported as this model of timm if there is neither SPT nor LSA
+    # The experts are exported as this model of timm if there is neither SPT nor LSA.
+    stock: str | None
     args: dict[str, Any]  # they make the stock, or the dense, model this one
     model_classes: tuple[type[nn.Module], ...]  # dense, with experts, with experts and SPT or LSA
     cfg: dict[str, Any]
@@ -161,7 +189,11 @@ _PIT = Family(
     "pit_xs_224",
     dict(img_size=32, patch_size=2, stride=2, mlp_ratio=2)
     | dict(base_dims=(48, 48, 48), depth=(2, 6, 4), heads=(2, 4, 8)),
-    (LocalPoolingVisionTransformer, expert_class(PoolingVisionTransformer), MoeLocalPoolingVisionTransformer),
+    (
+        LocalPoolingVisionTransformer,
+        expert_class(PoolingVisionTransformer),
+        MoeLocalPoolingVisionTransformer,
+    ),
     {**_CIFAR100, "first_conv": "patch_embed.conv"},
     pit.checkpoint_filter_fn,
     dict(feature_cls="hook", out_indices=(0, 1, 2)),
@@ -181,7 +213,9 @@ _T2T = Family(
     "T2T-ViT of 12 blocks at 32 px.",
     "t2t_i2_32",
     None,
-    dict(img_size=32, patch_size=4, embed_dim=256, depth=12, num_heads=4, mlp_ratio=2, qkv_bias=False),
+    dict(
+        img_size=32, patch_size=4, embed_dim=256, depth=12, num_heads=4, mlp_ratio=2, qkv_bias=False
+    ),
     (LocalT2TVisionTransformer, MoeLocalT2TVisionTransformer, MoeLocalT2TVisionTransformer),
     {**_CIFAR100, "first_conv": None},
     vit.checkpoint_filter_fn,
@@ -189,28 +223,45 @@ _T2T = Family(
 )
 
 
-def _create(family: Family, name: str, moe_args: dict[str, Any], pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+def _create(
+    family: Family, name: str, moe_args: dict[str, Any], pretrained: bool, kwargs: dict[str, Any]
+) -> nn.Module:
     model_class, dense_architecture, dense_args = family.model_classes[0], family.dense, kwargs
     if name != family.dense:
-        flags = {flag: kwargs.pop(flag, False) for flag in ("shifted_patches", "locality_attention")}
+        flags = {
+            flag: kwargs.pop(flag, False) for flag in ("shifted_patches", "locality_attention")
+        }
         if family.stock is None or any(flag is not False for flag in flags.values()):
             model_class, dense_args = family.model_classes[2], {**kwargs, **flags}
         else:
             model_class, dense_architecture = family.model_classes[1], family.stock
             dense_args = {**family.args, **kwargs}
     args = {**family.args, **moe_args, **dense_args}
-    feature_cfg = {**family.feature_cfg, "out_indices": args.pop("out_indices", family.feature_cfg["out_indices"])}
+    feature_cfg = {
+        **family.feature_cfg,
+        "out_indices": args.pop("out_indices", family.feature_cfg["out_indices"]),
+    }
     if args.get("shifted_patches"):  # its first layer is no convolution
-        args["pretrained_cfg_overlay"] = {**(args.get("pretrained_cfg_overlay") or {}), "first_conv": None}
+        args["pretrained_cfg_overlay"] = {
+            **(args.get("pretrained_cfg_overlay") or {}),
+            "first_conv": None,
+        }
     model = build_model_with_cfg(
-        model_class, name, pretrained, pretrained_filter_fn=family.filter_fn, feature_cfg=feature_cfg, **args
+        model_class,
+        name,
+        pretrained,
+        pretrained_filter_fn=family.filter_fn,
+        feature_cfg=feature_cfg,
+        **args,
     )
     note_dense_form(model, dense_architecture, dense_args)
     return model
 
 
 def _register(family: Family, name: str, description: str, **moe_args: Any) -> None:
-    register(__name__, name, description, partial(_create, family, name, moe_args), {name: family.cfg})
+    register(
+        __name__, name, description, partial(_create, family, name, moe_args), {name: family.cfg}
+    )
 
 
 for _family in (_VIT, _PIT, _SWIN, _T2T):

@@ -14,7 +14,8 @@ from .registration import Variant, register_variants
 
 __all__ = ["MoeSwinTransformer"]  # timm adds the entrypoints
 
-#: Standard deviation of the initial weights of all linear layers, gates included (``INIT_STD`` of the reference).
+#: Standard deviation of the initial weights of all linear layers, gates included (``INIT_STD`` of
+#: the reference).
 INIT_STD = 0.005
 
 
@@ -46,13 +47,19 @@ class MoeSwinTransformer(MoeMixin, SwinTransformer):
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters without weight decay: biases, and the matrices of cosine routers."""
-        routers = (name for name, module in self.named_modules() if isinstance(module, CosineRouter))
-        return {*super().no_weight_decay(), *(f"{name}.{own}" for name in routers for own in ("weight", "projection"))}
+        routers = (
+            name for name, module in self.named_modules() if isinstance(module, CosineRouter)
+        )
+        return {
+            *super().no_weight_decay(),
+            *(f"{name}.{own}" for name in routers for own in ("weight", "projection")),
+        }
 
 
 #: Arguments that make timm's Swin the size of Swin-MoE; its exported form needs them too.
 _SIZE: dict[str, Any] = dict(img_size=192, window_size=12)
-#: Swin-MoE in pre-training (the reference's configurations): every other block of stage 3, the last of stage 4.
+#: Swin-MoE in pre-training (the reference's configurations): every other block of stage 3, the last
+#: of stage 4.
 _SWIN_MOE: dict[str, Any] = {
     **dict(moe_layers="last-10", expert_dropout=0.1),
     **dict(router="top_k", top_k=1, noise_std=1.0, batch_priority=True),
@@ -62,8 +69,15 @@ _SWIN_MOE: dict[str, Any] = {
 
 
 def _variant(description: str, size: str, num_experts: int, **options: Any) -> Variant:
-    # Tutel's capacity is a multiple of the processes that share an expert; the reference trained with 32.
-    args = {**_SIZE, **_SWIN_MOE, "num_experts": num_experts, "capacity_multiple": 32 // num_experts, **options}
+    # Tutel's capacity is a multiple of the processes that share an expert; the reference trained
+    # with 32.
+    args = {
+        **_SIZE,
+        **_SWIN_MOE,
+        "num_experts": num_experts,
+        "capacity_multiple": 32 // num_experts,
+        **options,
+    }
     cfg = dict(pool_size=(6, 6), crop_pct=0.875)  # as the reference evaluates
     return Variant(description, f"swin_{size}_patch4_window7_224", args, cfg=cfg)
 
@@ -82,7 +96,9 @@ VARIANTS = {
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     args = {**variant.args, **kwargs}
     entrypoint = model_entrypoint(variant.stock)
-    model, _ = build_instead(entrypoint, lambda stock_class: MoeSwinTransformer, name, pretrained=pretrained, **args)
+    model, _ = build_instead(
+        entrypoint, lambda stock_class: MoeSwinTransformer, name, pretrained=pretrained, **args
+    )
     note_dense_form(model, variant.stock, {**_SIZE, **kwargs})
     return model
 

@@ -1,7 +1,8 @@
 """T2T-ViT (arXiv 2101.11986) as "Vision Transformer for Small-Size Datasets" (2112.13492) sizes it.
 
-Overlapping windows of the image become tokens, which attend to each other and are merged again. Details follow the
-second paper's code. Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
+Overlapping windows of the image become tokens, which attend to each other and are merged again.
+Details follow the second paper's code. Shape suffixes: B images, C channels, H and W pixels or
+tokens of a grid, N tokens, D width.
 """
 
 from functools import partial
@@ -26,7 +27,8 @@ TOKEN_DIM = 64
 class TokenAttention(nn.Module):
     """Attention of one head from tokens (B, N, dim) to (B, N, out_dim), with the values as its shortcut.
 
-    Queries are scaled by 1 / sqrt(dim). With ``locality`` no token attends to itself, and the scale is learned (LSA).
+    Queries are scaled by 1 / sqrt(dim). With ``locality`` no token attends to itself, and the scale
+    is learned (LSA).
     """
 
     def __init__(self, dim: int, out_dim: int, locality: bool, **like: Any):
@@ -37,9 +39,12 @@ class TokenAttention(nn.Module):
         self.scale = nn.Parameter(torch.full((1, 1, 1), scale, **like)) if locality else scale
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        queries, keys, values = self.qkv(x_BND).unsqueeze(1).chunk(3, -1)  # one head; ONNX needs its dimension
+        # One head; ONNX needs its dimension.
+        queries, keys, values = self.qkv(x_BND).unsqueeze(1).chunk(3, -1)
         mask = diagonal(x_BND.shape[1], queries) if isinstance(self.scale, nn.Parameter) else None
-        attended = scaled_dot_product_attention(queries * self.scale, keys, values, attn_mask=mask, scale=1.0)
+        attended = scaled_dot_product_attention(
+            queries * self.scale, keys, values, attn_mask=mask, scale=1.0
+        )
         return (values + self.proj(attended)).squeeze(1)
 
 
@@ -51,7 +56,8 @@ class TokenTransformer(nn.Module):
         self.norm1 = nn.LayerNorm(dim, **like)
         self.attn = TokenAttention(dim, out_dim, locality, **like)
         self.norm2 = nn.LayerNorm(out_dim, **like)
-        self.feed_forward = Mlp(out_dim, out_dim, **like)  # not "mlp": a module of that name would get experts
+        # Not "mlp": a module of that name would get experts.
+        self.feed_forward = Mlp(out_dim, out_dim, **like)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         x_BND = self.attn(self.norm1(x_BND))
@@ -64,20 +70,28 @@ class TokensToToken(nn.Module):
     Args:
         in_channels: C.
         dim: D.
-        splits: number of splits, each of which halves the grid; tokens attend to each other in between.
+        splits: number of splits, each of which halves the grid; tokens attend to each other in
+            between.
         shifted_patches: stack the image with four shifted copies (SPT).
         locality_attention: use LSA between the splits.
         like: ``device`` and ``dtype`` of the parameters.
     """
 
     def __init__(
-        self, in_channels: int, dim: int, splits: int, shifted_patches: bool, locality_attention: bool, **like: Any
+        self,
+        in_channels: int,
+        dim: int,
+        splits: int,
+        shifted_patches: bool,
+        locality_attention: bool,
+        **like: Any,
     ):
         super().__init__()
         self.shifted_patches = shifted_patches
         widths = [in_channels * (5 if shifted_patches else 1), *[TOKEN_DIM] * (splits - 1)]
         self.transformers = nn.ModuleList(
-            TokenTransformer(width * WINDOW_AREA, TOKEN_DIM, locality_attention, **like) for width in widths[:-1]
+            TokenTransformer(width * WINDOW_AREA, TOKEN_DIM, locality_attention, **like)
+            for width in widths[:-1]
         )
         self.project = nn.Linear(widths[-1] * WINDOW_AREA, dim, **like)
 
@@ -99,10 +113,13 @@ def _split(x_BCHW: Tensor, layer: nn.Module) -> Tensor:
 class TokensToTokenEmbed(PatchEmbed):
     """timm's PatchEmbed with :class:`TokensToToken` instead of its convolution.
 
-    It takes the arguments of both; ``bias`` is not used. The patch size is a power of 2 and cannot change.
+    It takes the arguments of both; ``bias`` is not used. The patch size is a power of 2 and cannot
+    change.
     """
 
-    def __init__(self, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **kwargs: Any):
+    def __init__(
+        self, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **kwargs: Any
+    ):
         own = ("shifted_patches", "locality_attention", "device", "dtype")
         options = {name: kwargs.pop(name) for name in own if name in kwargs}
         super().__init__(img_size, patch_size, in_chans, embed_dim, **kwargs, device="meta")
@@ -130,11 +147,17 @@ class T2TLocalityAttention(_Shortcut, LocalityAttention):  # type: ignore[misc]
 class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
     """A T2T-ViT for small data sets; its position embedding is fixed (sines and cosines).
 
-    ``shifted_patches`` stacks the image with shifted copies (SPT). ``locality_attention`` is :class:`LocalityAttention`
-    (LSA), also while tokens are made.
+    ``shifted_patches`` stacks the image with shifted copies (SPT). ``locality_attention`` is
+    :class:`LocalityAttention` (LSA), also while tokens are made.
     """
 
-    def __init__(self, *args: Any, shifted_patches: bool = False, locality_attention: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        shifted_patches: bool = False,
+        locality_attention: bool = False,
+        **kwargs: Any,
+    ):
         check_flags(shifted_patches, locality_attention)
         options = dict(shifted_patches=shifted_patches, locality_attention=locality_attention)
         kwargs["embed_layer"] = partial(TokensToTokenEmbed, **options)

@@ -19,7 +19,8 @@ class PreLogitsVisionTransformer(VisionTransformer):
     """timm's VisionTransformer with a layer before the classifier.
 
     Args:
-        pre_logits: put ``tanh(Linear(D, D))`` there, as the ViT and V-MoE papers do in pre-training.
+        pre_logits: put ``tanh(Linear(D, D))`` there, as the ViT and V-MoE papers do in
+            pre-training.
     """
 
     def __init__(self, *args: Any, pre_logits: bool = False, **kwargs: Any):
@@ -27,7 +28,8 @@ class PreLogitsVisionTransformer(VisionTransformer):
         super().__init__(*args, **kwargs)
         head = self.head
         del self.head  # timm's agc takes the last two parameters for the classifier's
-        self.representation: nn.Module = nn.Identity()  # timm drops keys with pre_logits from checkpoints
+        # Timm drops keys with pre_logits from checkpoints.
+        self.representation: nn.Module = nn.Identity()
         self.head = head
         if pre_logits:
             like = next(self.parameters())
@@ -37,7 +39,8 @@ class PreLogitsVisionTransformer(VisionTransformer):
             self.representation = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        # timm's own, written out: exported models may be scripted, and TorchScript cannot compile super().
+        # timm's own, written out: exported models may be scripted, and TorchScript cannot compile
+        # super().
         x = self.representation(self.head_drop(self.fc_norm(self.pool(x))))
         return x if pre_logits else self.head(x)
 
@@ -49,27 +52,42 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
 
     def restore_stock_class(self) -> None:
         if not isinstance(self.representation, nn.Identity):
-            raise ValueError("timm's ViT has no such layer: a model with pre_logits=True cannot become one.")
+            raise ValueError(
+                "timm's ViT has no such layer: a model with pre_logits=True cannot become one."
+            )
         del self.representation
         super().restore_stock_class()
 
 
-#: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block, evaluated without dropping.
-NAIVE: dict[str, Any] = dict(router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01)
+#: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block,
+#: evaluated without dropping.
+NAIVE: dict[str, Any] = dict(
+    router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01
+)
 #: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
 VMOE: dict[str, Any] = {
     **dict(num_experts=32, moe_layers="last-2", expert_init="same"),
     **dict(router="top_k", top_k=2, noise_std=1.0, capacity_factor=1.05),
     **dict(aux_loss="importance+load", aux_loss_weight=0.01),
 }
-#: ViMoE (section 4): each image goes to 1 of 8 experts, in the last two blocks; no noise, nothing dropped.
-#: It starts from DINOv2, at 224 pixels instead of DINOv2's 518.
+#: ViMoE (section 4): each image goes to 1 of 8 experts, in the last two blocks; no noise, nothing
+#: dropped. It starts from DINOv2, at 224 pixels instead of DINOv2's 518.
 _VIMOE: dict[str, Any] = {
-    **dict(weights="dinov2", num_experts=8, moe_layers="tail-2", expert_init="same", init_values=1e-5, img_size=224),
+    **dict(
+        weights="dinov2",
+        num_experts=8,
+        moe_layers="tail-2",
+        expert_init="same",
+        init_values=1e-5,
+        img_size=224,
+    ),
     **dict(router="top_k", top_k=1, routing_unit="image", aux_loss="balance", aux_loss_weight=0.01),
 }
-#: Soft MoE (section 3): one slot for each expert, in the second half of the blocks; H has experts in the last 16.
-_SOFT: dict[str, Any] = dict(num_experts=128, moe_layers="tail-6", expert_init="same", router="soft")
+#: Soft MoE (section 3): one slot for each expert, in the second half of the blocks; H has experts
+#: in the last 16.
+_SOFT: dict[str, Any] = dict(
+    num_experts=128, moe_layers="tail-6", expert_init="same", router="soft"
+)
 #: Its ViT: no class token, the mean of the normalised tokens, queries and keys normalised.
 _SOFT_VIT: dict[str, Any] = dict(class_token=False, global_pool="avg", fc_norm=False, qk_norm=True)
 
@@ -89,9 +107,13 @@ _VARIANTS = {
     "vit_base_moe": of_size("Naive MoE ViT-B/16.", "base", 16, **NAIVE),
     **vmoe_variants("vmoe", "V-MoE", VMOE),
     "vimoe_s14": of_size("ViMoE-S/14.", "small", 14, **_VIMOE),
-    "vimoe_s14_shared": of_size("ViMoE-S/14 with a shared expert.", "small", 14, shared_expert=True, **_VIMOE),
+    "vimoe_s14_shared": of_size(
+        "ViMoE-S/14 with a shared expert.", "small", 14, shared_expert=True, **_VIMOE
+    ),
     "vimoe_b14": of_size("ViMoE-B/14.", "base", 14, **_VIMOE),
-    "vimoe_b14_shared": of_size("ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE),
+    "vimoe_b14_shared": of_size(
+        "ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE
+    ),
     "soft_moe_s16": _soft_moe("Soft MoE-S/16.", "small", 16),
     "soft_moe_s14": _soft_moe("Soft MoE-S/14.", "small", 14, num_experts=256),
     "soft_moe_b16": _soft_moe("Soft MoE-B/16.", "base", 16),
@@ -101,12 +123,17 @@ _VARIANTS = {
 
 
 def create_moe_vit(
-    model_class: type[nn.Module], name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]
+    model_class: type[nn.Module],
+    name: str,
+    variant: Variant,
+    pretrained: bool,
+    kwargs: dict[str, Any],
 ) -> nn.Module:
     """Build a variant as timm builds its own, to be exported as its stock; ``kwargs`` are the caller's."""
     kwargs = {**variant.own_size, **kwargs}
     if kwargs.get("features_only"):
-        kwargs["num_classes"] = 0  # timm would load DINOv2's weights, which have no classifier, strictly
+        # Timm would load DINOv2's weights, which have no classifier, strictly.
+        kwargs["num_classes"] = 0
     model = create_vit(model_class, name, variant, pretrained, kwargs)
     note_dense_form(model, variant.stock, kwargs)
     return model
@@ -115,9 +142,12 @@ def create_moe_vit(
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if name.startswith("vimoe"):
         cfg = kwargs.get("pretrained_cfg")
-        stated = cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
+        stated = (
+            cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
+        )
         stated = {**stated, **(kwargs.get("pretrained_cfg_overlay") or {})}
-        # DINOv2's weights, and so their config, have no classifier. A saved model may state 0 classes.
+        # DINOv2's weights, and so their config, have no classifier. A saved model may state 0
+        # classes.
         if not stated.get("source") and not stated.get("num_classes"):
             variant = variant._replace(args={"num_classes": 1000, **variant.args})
     return create_moe_vit(MoeVisionTransformer, name, variant, pretrained, kwargs)

@@ -22,17 +22,21 @@ __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
 class SharedVisionTransformer(PreLogitsVisionTransformer):
     """A ViT whose blocks share one attention and one feed-forward network (WideNet without experts, section 4.4).
 
-    The shared parts belong to the first block. The state dict has them once, under its name: safetensors refuses
-    shared tensors, and a weight average over state dicts (timm's ModelEmaV3) moves each tensor once.
+    The shared parts belong to the first block. The state dict has them once, under its name:
+    safetensors refuses shared tensors, and a weight average over state dicts (timm's ModelEmaV3)
+    moves each tensor once.
 
     Its arguments are timm's and:
 
     Args:
         shared_norm: share the two norms of the blocks too (section 4.4).
-        zero_class_token: the class token is a constant zero, not a parameter, as in the authors' code.
+        zero_class_token: the class token is a constant zero, not a parameter, as in the authors'
+            code.
     """
 
-    def __init__(self, *args: Any, shared_norm: bool = False, zero_class_token: bool = False, **kwargs: Any):
+    def __init__(
+        self, *args: Any, shared_norm: bool = False, zero_class_token: bool = False, **kwargs: Any
+    ):
         check_flag("shared_norm", shared_norm)
         check_flag("zero_class_token", zero_class_token)
         super().__init__(*args, block_fn=_block_without_weights_but_first, **kwargs)
@@ -51,7 +55,8 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
         """Initialise as timm does, but keep a constant class token zero."""
         super().init_weights(*args, **kwargs)
-        if getattr(self, "zero_class_token", False):  # not yet known when the stock class calls this
+        # Not yet known when the stock class calls this.
+        if getattr(self, "zero_class_token", False):
             nn.init.zeros_(self.cls_token)  # type: ignore[arg-type]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -76,7 +81,9 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     return {name: earlier for name, earlier in names.items() if name != earlier}
 
 
-def _drop_repeated(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _drop_repeated(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
     for name in _first_names(module):
         state_dict.pop(prefix + name, None)
 
@@ -85,7 +92,8 @@ def _repeat(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args
     for name, first in _first_names(module).items():
         if prefix + name in state_dict:
             raise ValueError(
-                f"The checkpoint has weights of its own in {prefix}{name}, which this model shares with {first}."
+                f"The checkpoint has weights of its own in {prefix}{name}, which this model shares "
+                f"with {first}."
             )
         if prefix + first in state_dict:
             state_dict[prefix + name] = state_dict[prefix + first]
@@ -99,7 +107,8 @@ class RoutingGroup(nn.Sequential):
         if isinstance(x, Proxy):
             return kept_whole(self, x)
         first: Any = self[0]
-        note_padding(first, (), attention, name="attn_mask", position=1)  # no block is called, nor its hook
+        # No block is called, nor its hook.
+        note_padding(first, (), attention, name="attn_mask", position=1)
         layer, routing = first.mlp, None
         padding = layer.padding_of(x)
         block: Any
@@ -121,32 +130,43 @@ class WideNet(MoeMixin, SharedVisionTransformer):
 
     Args:
         args: as :class:`SharedVisionTransformer`.
-        routing_groups: G, number of groups of consecutive blocks; the first block of a group routes the tokens for the
-            whole group, and the balance loss has G terms. By default every block routes.
-        kwargs: as :class:`SharedVisionTransformer`, and options of :func:`timm_moe.convert_to_moe` but ``moe_layers``.
+        routing_groups: G, number of groups of consecutive blocks; the first block of a group routes
+            the tokens for the whole group, and the balance loss has G terms. By default every block
+            routes.
+        kwargs: as :class:`SharedVisionTransformer`, and options of :func:`timm_moe.convert_to_moe`
+            but ``moe_layers``.
 
     Raises:
-        ValueError: if ``routing_groups`` does not divide the number of blocks, or goes with random partitions, which
-            differ in every block.
+        ValueError: if ``routing_groups`` does not divide the number of blocks, or goes with random
+            partitions, which differ in every block.
     """
 
     stock_class = SharedVisionTransformer
 
-    def __init__(self, *args: Any, routing_groups: int | None = None, router: str = "top_k", **kwargs: Any):
+    def __init__(
+        self, *args: Any, routing_groups: int | None = None, router: str = "top_k", **kwargs: Any
+    ):
         if kwargs.pop("moe_layers", "every-1") != "every-1":
-            raise ValueError("A WideNet has one expert layer for all blocks, so it has no moe_layers.")
+            raise ValueError(
+                "A WideNet has one expert layer for all blocks, so it has no moe_layers."
+            )
         if routing_groups is not None and router != "top_k":
-            raise ValueError(f"routing_groups is an option of router='top_k', got router={router!r}.")
+            raise ValueError(
+                f"routing_groups is an option of router='top_k', got router={router!r}."
+            )
         super().__init__(*args, router=router, moe_layers="every-1", **kwargs)
         if routing_groups is None:
             return
         blocks = list(self.blocks)
         if type(routing_groups) is not int or routing_groups < 1 or len(blocks) % routing_groups:
             raise ValueError(
-                f"routing_groups must be an integer that divides the {len(blocks)} blocks, got {routing_groups!r}."
+                f"routing_groups must be an integer that divides the {len(blocks)} blocks, got "
+                f"{routing_groups!r}."
             )
         size = len(blocks) // routing_groups
-        self._set_blocks([RoutingGroup(*blocks[first : first + size]) for first in range(0, len(blocks), size)])
+        self._set_blocks(
+            [RoutingGroup(*blocks[first : first + size]) for first in range(0, len(blocks), size)]
+        )
 
     def _apply(self, *args: Any, **kwargs: Any) -> "WideNet":
         from_meta = [layer for layer in moe_layers(self).values() if layer.router_is_on_meta()]
@@ -157,7 +177,9 @@ class WideNet(MoeMixin, SharedVisionTransformer):
 
     def _set_blocks(self, blocks: list[nn.Module]) -> None:
         self.blocks = nn.Sequential(*blocks)
-        self.feature_info = [{**self.feature_info[0], "module": f"blocks.{index}"} for index in range(len(blocks))]
+        self.feature_info = [
+            {**self.feature_info[0], "module": f"blocks.{index}"} for index in range(len(blocks))
+        ]
         for path, layer in moe_layers(self).items():
             layer.path = path
 
@@ -166,15 +188,16 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         super().restore_stock_class()
 
 
-#: Section 4.1 and table 6. The authors' code counts all choices in the balance loss and rounds capacities down.
+#: Section 4.1 and table 6. The authors' code counts all choices in the balance loss and rounds
+#: capacities down.
 _WIDENET = {
     **dict(num_experts=4, top_k=2, noise_std=1.0, aux_loss="balance_top_k", aux_loss_weight=0.01),
     **dict(capacity_factor=1.2, capacity_multiple=1, capacity_rounding="floor"),
 }
 #: The paper averages over the patches, without a class token.
 _POOLING = dict(patch_size=16, class_token=False, global_pool="avg", fc_norm=False)
-#: The authors' code has a class token that is a constant zero, averages over it too, and has a layer before the
-#: classifier. The paper's parameter counts are of this model.
+#: The authors' code has a class token that is a constant zero, averages over it too, and has a
+#: layer before the classifier. The paper's parameter counts are of this model.
 _OFFICIAL = dict(class_token=True, zero_class_token=True, pool_include_prefix=True, pre_logits=True)
 
 #: Arguments of WideNet's sizes. B has an MLP as wide as that of the paper, not timm's.
@@ -201,7 +224,9 @@ def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any
         return model
     if kwargs.get("num_experts") == 0:
         del kwargs["num_experts"]
-    dense = variant._replace(args={option: value for option, value in variant.args.items() if option not in _WIDENET})
+    dense = variant._replace(
+        args={option: value for option, value in variant.args.items() if option not in _WIDENET}
+    )
     return create_moe_vit(SharedVisionTransformer, name, dense, pretrained, kwargs)
 
 

@@ -25,12 +25,14 @@ from .strange_optimizers import Steps, average_kept_, with_hooks
 
 _logger = logging.getLogger(__name__)
 
-#: Key of each of an optimizer's groups that counts the updates; there it travels with every optimizer checkpoint.
+#: Key of each of an optimizer's groups that counts the updates; there it travels with every
+#: optimizer checkpoint.
 UPDATES = "ewa_updates"
 #: Entries of each expert that are averaged at a time on CPUs.
 _BLOCK = 2**17
 
-#: A number, or a tensor () on the experts' device where the optimizer's step can be captured by a CUDA graph.
+#: A number, or a tensor () on the experts' device where the optimizer's step can be captured by a
+#: CUDA graph.
 Rate = float | Tensor
 
 
@@ -40,11 +42,12 @@ Rate = float | Tensor
 def average_(stacked: Tensor, beta: Rate) -> Tensor:
     """Move E stacked tensors towards their mean, in place: ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``.
 
-    The mean stays and every deviation from it is multiplied by ``1 - beta E / (E - 1)`` (EWA, eq. 6).
+    The mean stays and every deviation from it is multiplied by ``1 - beta E / (E - 1)`` (EWA, eq.
+    6).
 
     Args:
-        stacked: shape (E, ...); of a sharded one (FSDP2) each process averages its part. If they hold different
-            experts, they call this together.
+        stacked: shape (E, ...); of a sharded one (FSDP2) each process averages its part. If they
+            hold different experts, they call this together.
         beta: share rate of this step.
     """
     average_all_([(stacked, beta)])
@@ -78,7 +81,9 @@ def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
 
 def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
     """Average by blocks that stay in the cache, expert by expert, as broadcasting would cost vectorisation."""
-    for experts in zip(*(expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)), strict=True):
+    for experts in zip(
+        *(expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)), strict=True
+    ):
         mean = experts[0] + experts[1]
         for expert in experts[2:]:
             mean += expert
@@ -93,9 +98,10 @@ def average_experts_(model: nn.Module, beta: float) -> None:
     Frozen experts are averaged too.
 
     Raises:
-        ValueError: unless 0 <= beta <= (E - 1) / E, and 0 for experts of a part of the hidden width; if there are no
-            expert layers, or if experts are of narrower types than float32, held in flat pieces (FSDP1), computed from
-            other parameters (pruned, weight-normed) or have adapters (PEFT); nothing is averaged then.
+        ValueError: unless 0 <= beta <= (E - 1) / E, and 0 for experts of a part of the hidden
+            width; if there are no expert layers, or if experts are of narrower types than float32,
+            held in flat pieces (FSDP1), computed from other parameters (pruned, weight-normed) or
+            have adapters (PEFT); nothing is averaged then.
     """
     layers = moe_layers(model).values()
     if not layers:
@@ -115,8 +121,9 @@ def _averageable(layer: MoeMlp) -> list[Tensor]:
     for stacked in experts:
         if stacked.itemsize < 4:  # rounding would undo the small steps of small rates
             raise ValueError(
-                f"Experts are averaged in float32 at least, and those in {layer.path} are {stacked.dtype}: keep the "
-                "weights in float32 and compute under autocast (train.py's --amp), or train with share_rate=0."
+                f"Experts are averaged in float32 at least, and those in {layer.path} are "
+                f"{stacked.dtype}: keep the weights in float32 and compute under autocast "
+                "(train.py's --amp), or train with share_rate=0."
             )
     return experts
 
@@ -144,33 +151,36 @@ def forget_updates(optimizer: Optimizer) -> None:
 class ExpertWeightAveraging:
     """Averages the experts of a model after every step of its optimizer, at a rate that follows a schedule.
 
-    It hooks itself into the optimizer and needs no further call. Steps that a GradScaler skips are not counted. The
-    count is a tensor in each parameter group of the optimizer, ``"ewa_updates"``, so the schedule goes on once its
-    state is loaded. After a distributed checkpoint (DCP), make the averaging and call :meth:`seek`.
+    It hooks itself into the optimizer and needs no further call. Steps that a GradScaler skips are
+    not counted. The count is a tensor in each parameter group of the optimizer, ``"ewa_updates"``,
+    so the schedule goes on once its state is loaded. After a distributed checkpoint (DCP), make the
+    averaging and call :meth:`seek`.
 
-    Each step averages the experts that the optimizer then has among its parameters and that require gradients. A
-    parameter that layers share is averaged once, at the first layer's rate.
+    Each step averages the experts that the optimizer then has among its parameters and that require
+    gradients. A parameter that layers share is averaged once, at the first layer's rate.
 
-    If an optimizer works by another one (timm's Lookahead, SAM) and shares its parameter groups, either may be given:
-    the experts are averaged once the outermost step ends. Weights that an optimizer keeps of its own are averaged too
-    (schedule-free ones, MADGRAD, Lookahead). timm's train.py needs no call of this class, see
-    :mod:`timm_moe.integrations.timm`.
+    If an optimizer works by another one (timm's Lookahead, SAM) and shares its parameter groups,
+    either may be given: the experts are averaged once the outermost step ends. Weights that an
+    optimizer keeps of its own are averaged too (schedule-free ones, MADGRAD, Lookahead). timm's
+    train.py needs no call of this class, see :mod:`timm_moe.integrations.timm`.
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
-        optimizer: any torch or timm optimizer. Of one with ``capturable=True`` the count and the rate stay on the
-            device, so that a CUDA graph of its step counts and averages, too.
+        optimizer: any torch or timm optimizer. Of one with ``capturable=True`` the count and the
+            rate stay on the device, so that a CUDA graph of its step counts and averages, too.
         share_rate: in [0, (E - 1) / E]; by default the rate of each layer.
-        schedule: ``"linear"``, ``"constant"``, ``"early"``, ``"late"``, or a function that returns the rate of a step
-            for its progress, the completed fraction of all updates in (0, 1]; by default the schedule of each layer.
-        total_updates: optimizer steps in the whole run (an accumulation of gradients ends in one step).
+        schedule: ``"linear"``, ``"constant"``, ``"early"``, ``"late"``, or a function that returns
+            the rate of a step for its progress, the completed fraction of all updates in (0, 1]; by
+            default the schedule of each layer.
+        total_updates: optimizer steps in the whole run (an accumulation of gradients ends in one
+            step).
 
     Raises:
         TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
-        ValueError: on arguments out of range, a share rate beside a function, an optimizer whose steps cannot be
-            followed, that trains none of the model's experts or has its averaging already, or experts that cannot be
-            averaged in place, see :func:`average_experts_`. If they change so later, the next step raises before it
-            moves a weight.
+        ValueError: on arguments out of range, a share rate beside a function, an optimizer whose
+            steps cannot be followed, that trains none of the model's experts or has its averaging
+            already, or experts that cannot be averaged in place, see :func:`average_experts_`. If
+            they change so later, the next step raises before it moves a weight.
 
     Attributes:
         started: whether a step has been taken since this averaging was made.
@@ -190,8 +200,9 @@ class ExpertWeightAveraging:
         optimizer = with_hooks(optimizer)
         if self.of(optimizer) is not None:
             raise ValueError(
-                "This optimizer already has its expert weight averaging (timm's create_scheduler_v2 gives it one): "
-                "take that off first with ExpertWeightAveraging.of(optimizer).remove()."
+                "This optimizer already has its expert weight averaging (timm's "
+                "create_scheduler_v2 gives it one): take that off first with "
+                "ExpertWeightAveraging.of(optimizer).remove()."
             )
         self.total_updates = total_updates
         self.started = self._is_sought = False
@@ -206,9 +217,13 @@ class ExpertWeightAveraging:
                 _averageable(layer)  # raises
         if not layers:
             require_parameters(optimizer, model)
-            raise ValueError(f"The optimizer trains no expert layer of this {type(model).__name__}.")
+            raise ValueError(
+                f"The optimizer trains no expert layer of this {type(model).__name__}."
+            )
         if callable(schedule) and share_rate is not None:
-            raise ValueError("A schedule given as a function returns the rate itself: leave share_rate out.")
+            raise ValueError(
+                "A schedule given as a function returns the rate itself: leave share_rate out."
+            )
         if not callable(schedule):
             self._rates(layers, 1.0)  # raises
         self._is_on_device = any(group.get("capturable") for group in optimizer.param_groups)
@@ -222,12 +237,18 @@ class ExpertWeightAveraging:
             self._log_plan(layers)
 
     def _log_plan(self, layers: list[MoeMlp]) -> None:
-        experts = "/".join(str(number) for number in sorted({layer.num_experts for layer in layers}))
-        course = "by a function" if callable(self._schedule) else "{:g}, schedule {}".format(*self._stated(layers[0]))
+        experts = "/".join(
+            str(number) for number in sorted({layer.num_experts for layer in layers})
+        )
+        course = (
+            "by a function"
+            if callable(self._schedule)
+            else "{:g}, schedule {}".format(*self._stated(layers[0]))
+        )
         after = f", continuing after update {self.updates}" if self.updates else ""
         _logger.info(
-            f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer step, share rate "
-            f"{course}, over {self.total_updates} updates{after}."
+            f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer "
+            f"step, share rate {course}, over {self.total_updates} updates{after}."
         )
 
     @classmethod
@@ -236,7 +257,9 @@ class ExpertWeightAveraging:
         groups = {id(group) for group in optimizer.param_groups}
         for averaging in living(ExpertWeightAveraging):
             owner = averaging._optimizer()
-            if owner is not None and (owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups))):
+            if owner is not None and (
+                owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups))
+            ):
                 return averaging
         return None
 
@@ -257,7 +280,9 @@ class ExpertWeightAveraging:
     def _counted(self) -> Tensor:
         """The count: that of a state that was loaded, so that no group holds this averaging's own tensor."""
         optimizer = self._optimizer()
-        counts = [] if optimizer is None else [group.get(UPDATES) for group in optimizer.param_groups]
+        counts = (
+            [] if optimizer is None else [group.get(UPDATES) for group in optimizer.param_groups]
+        )
         loaded = [count for count in counts if count is not None]
         if loaded and not any(count is self._count for count in loaded):
             self._count.fill_(max(map(int, loaded)))
@@ -276,7 +301,9 @@ class ExpertWeightAveraging:
         self._is_sought = True
         self._count.fill_(updates)
         if updates and is_primary():
-            _logger.info(f"EWA: the share rate continues after update {updates} of {self.total_updates}.")
+            _logger.info(
+                f"EWA: the share rate continues after update {updates} of {self.total_updates}."
+            )
 
     def remove(self) -> None:
         """Stop averaging."""
@@ -303,8 +330,9 @@ class ExpertWeightAveraging:
         is_known = self.started or self._is_sought or self.updates
         if not is_known and _has_stepped(optimizer) and is_first_time(optimizer, "seek"):
             _logger.warning(
-                "EWA: this optimizer took steps that nobody counted, and the share rate's schedule begins. To "
-                "resume, call averaging.seek(updates) with the steps that were averaged before; seek(0) begins."
+                "EWA: this optimizer took steps that nobody counted, and the share rate's schedule "
+                "begins. To resume, call averaging.seek(updates) with the steps that were averaged "
+                "before; seek(0) begins."
             )
 
     def _experts_due(self, optimizer: Optimizer, held: set[int]) -> list[tuple[Tensor, Rate]]:
@@ -314,7 +342,9 @@ class ExpertWeightAveraging:
         due: dict[int, tuple[Tensor, Rate]] = {}
         for layer, rate in zip(layers, rates, strict=True):
             is_off = not isinstance(rate, Tensor) and rate == 0  # nothing is checked then
-            for stacked in dict(layer.named_expert_parameters()).values() if is_off else _averageable(layer):
+            for stacked in (
+                dict(layer.named_expert_parameters()).values() if is_off else _averageable(layer)
+            ):
                 if id(stacked) in held and stacked.requires_grad:
                     due.setdefault(id(stacked), (stacked, rate))
         return list(due.values())
@@ -326,15 +356,18 @@ class ExpertWeightAveraging:
             return ((count + 1) / self.total_updates).clamp(max=1)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "A CUDA graph of this step would repeat its share rate: make the averaging for an optimizer with "
-                "capturable=True (where it has no such option, set optimizer.param_groups[0]['capturable'] = True)."
+                "A CUDA graph of this step would repeat its share rate: make the averaging for an "
+                "optimizer with capturable=True (where it has no such option, set "
+                "optimizer.param_groups[0]['capturable'] = True)."
             )
         return min((int(count) + 1) / self.total_updates, 1.0)
 
     def _rates(self, layers: list[MoeMlp], progress: Any) -> list[Any]:
         """The rate of each layer; ValueError if it is out of range."""
         if callable(self._schedule):  # it is called once for a step
-            stated: list[tuple[float, Any]] = [(self._schedule(float(progress)), "constant")] * len(layers)
+            stated: list[tuple[float, Any]] = [(self._schedule(float(progress)), "constant")] * len(
+                layers
+            )
         else:
             stated = [self._stated(layer) for layer in layers]
         for (rate, _), layer in zip(stated, layers, strict=True):
@@ -342,7 +375,9 @@ class ExpertWeightAveraging:
         rates = [get_schedule(schedule)(progress, rate) for rate, schedule in stated]
         if not isinstance(progress, Tensor):
             return rates
-        return [rate if isinstance(rate, Tensor) else torch.full_like(progress, rate) for rate in rates]
+        return [
+            rate if isinstance(rate, Tensor) else torch.full_like(progress, rate) for rate in rates
+        ]
 
     def _stated(self, layer: MoeMlp) -> tuple[float, Any]:
         """Share rate and schedule of a layer: the arguments, and where they are None the layer's own."""
@@ -366,12 +401,17 @@ class ExpertWeightAveraging:
         is_beyond = not self._is_on_device and int(count) > 1.1 * self.total_updates
         if is_beyond and is_first_time(optimizer, "beyond the end"):
             _logger.warning(
-                f"EWA: training goes on after update {self.updates}, but the share rate's schedule ended at "
-                f"total_updates={self.total_updates}: state the number of optimizer steps in the whole run."
+                f"EWA: training goes on after update {self.updates}, but the share rate's schedule "
+                f"ended at total_updates={self.total_updates}: state the number of optimizer steps "
+                "in the whole run."
             )
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
     """Tell if the states count a step, beside the one by which torch makes them; not all optimizers count steps."""
     steps = [state.get("step") for state in optimizer.state.values() if isinstance(state, dict)]
-    return any(float(s) > 1 for s in steps if isinstance(s, (int, float)) or (isinstance(s, Tensor) and s.numel() == 1))
+    return any(
+        float(s) > 1
+        for s in steps
+        if isinstance(s, (int, float)) or (isinstance(s, Tensor) and s.numel() == 1)
+    )

@@ -13,7 +13,8 @@ from ..layers.living import living
 from .optimizers import is_distributed, is_skipped, trained_layers
 from .router_losses import routed
 
-#: A class that trains a model as one over its process_group, beside DDP; by name, as it would take long to import.
+#: A class that trains a model as one over its process_group, beside DDP; by name, as it would take
+#: long to import.
 _FSDP1 = "FullyShardedDataParallel"
 
 
@@ -25,9 +26,12 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     layers = [layer for layer in routed(living(MoeMlp)) if layer.router.balancing_bias is not None]
     layers = [
-        layer for layer in routed(trained_layers(optimizer, layers)) if layer.router.balancing_bias.load is not None
+        layer
+        for layer in routed(trained_layers(optimizer, layers))
+        if layer.router.balancing_bias.load is not None
     ]
-    # Without a choice there is nothing to do, as in an optimizer that works by one that has done it.
+    # Without a choice there is nothing to do, as in an optimizer that works by one that has done
+    # it.
     if not layers or is_skipped(optimizer):
         return
     for group, biases in _by_group(layers):
@@ -56,7 +60,8 @@ def _by_group(layers: list[Any]) -> list[tuple[tuple[Any, ...], list[BalancingBi
 def _groups_of(layer: Any) -> tuple[Any, ...]:
     """The process groups over which a layer is trained as one; none if this process trains it alone.
 
-    They are the user's, who named them, the mesh's (FSDP2), or the group of the DistributedDataParallel around it.
+    They are the user's, who named them, the mesh's (FSDP2), or the group of the
+    DistributedDataParallel around it.
     """
     bias: BalancingBias = layer.router.balancing_bias
     if bias.process_groups is None and is_distributed():
@@ -67,7 +72,9 @@ def _groups_of(layer: Any) -> tuple[Any, ...]:
 def _mesh_groups(layer: Any) -> tuple[Any, ...]:
     """The groups of the mesh over which a layer's router is spread, or else its experts."""
     parameters = (*layer.router.parameters(), *layer.parameters())
-    meshes = (parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh"))
+    meshes = (
+        parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")
+    )
     mesh = next(meshes, None)
     return () if mesh is None else tuple(mesh.get_all_groups())
 

@@ -24,7 +24,8 @@ FILE = "experts.json"
 def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     """Add an epoch that ends to the file; later ones, which an earlier run left there, are taken out of it.
 
-    Nothing is written if the optimizer trains no experts. Errors become warnings: they must not end a run.
+    Nothing is written if the optimizer trains no experts. Errors become warnings: they must not end
+    a run.
     """
     layers = trained_layers(optimizer, living(MoeMlp))
     if not layers:
@@ -34,7 +35,8 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     for layer in layers:
         path = layer.path or "experts"
         statistics[path] = {"spread": relative_distance_to_mean(layer)}
-        for summary in current_summaries({path: layer}).values():  # none if it was not trained, or has no losses
+        # None if it was not trained, or has no losses.
+        for summary in current_summaries({path: layer}).values():
             statistics[path] |= vars(summary)
     share_rate = None if averaging is None else averaging.share_rate
     try:
@@ -42,16 +44,19 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
         epochs.append({"epoch": epoch, "share_rate": share_rate, "layers": statistics})
         write_json(folder / FILE, {"epochs": epochs})
     except (OSError, ValueError) as error:
-        _logger.warning("The experts' statistics of epoch %s are not in %s: %s", epoch, folder / FILE, error)
+        _logger.warning(
+            "The experts' statistics of epoch %s are not in %s: %s", epoch, folder / FILE, error
+        )
 
 
 def read_epochs(folder: Path) -> list[dict[str, Any]]:
     """Read the epochs of the file in their order; none if there is no such file.
 
     Returns:
-        Of each epoch its number ``epoch``, the ``share_rate`` of its last averaging (None without one), and ``layers``:
-        of each its ``spread``, see :func:`relative_distance_to_mean`, and for routed layers ``losses``, ``dropped`` and
-        ``load``, see :class:`timm_moe.RoutingSummary`.
+        Of each epoch its number ``epoch``, the ``share_rate`` of its last averaging (None without
+        one), and ``layers``:
+        of each its ``spread``, see :func:`relative_distance_to_mean`, and for routed layers
+        ``losses``, ``dropped`` and ``load``, see :class:`timm_moe.RoutingSummary`.
 
     Raises:
         ValueError: if the file is damaged.
@@ -66,15 +71,17 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
             raise KeyError("an epoch lacks an entry")
         return sorted(epochs, key=lambda entry: entry["epoch"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: it is not the list of epochs that training writes.") from error
+        raise ValueError(
+            f"{file} is damaged: it is not the list of epochs that training writes."
+        ) from error
 
 
 @torch.no_grad()
 def relative_distance_to_mean(layer: MoeMlp) -> float | None:
     """Root of the mean squared distance of the experts from their mean, divided by the norm of the mean.
 
-    All weights of an expert count as one vector. 0 if all experts are equal; about ``sqrt(E - 1)`` if they are
-    independent. None if they are not in one piece (FSDP), or the mean is 0.
+    All weights of an expert count as one vector. 0 if all experts are equal; about ``sqrt(E - 1)``
+    if they are independent. None if they are not in one piece (FSDP), or the mean is 0.
     """
     try:
         stacked = list(whole_experts(layer).values())
@@ -83,6 +90,8 @@ def relative_distance_to_mean(layer: MoeMlp) -> float | None:
     if any(hasattr(tensor, "placements") for tensor in stacked):  # this process holds a part
         return None
     means = [tensor.float().mean(0) for tensor in stacked]
-    distance = sum((tensor.float() - mean).square().sum() for tensor, mean in zip(stacked, means, strict=True))
+    distance = sum(
+        (tensor.float() - mean).square().sum() for tensor, mean in zip(stacked, means, strict=True)
+    )
     norm = sum(mean.square().sum() for mean in means)
     return float((distance / layer.num_experts / norm).sqrt()) if norm else None

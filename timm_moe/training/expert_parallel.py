@@ -13,13 +13,16 @@ from ..layers.expert_dispatcher import AllToAllDispatcher, Dispatcher
 def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
     """Spread the experts of each layer over processes, in place.
 
-    Rows go to the process that holds their expert. Routers, capacities and queues stay where the rows are, so training
-    is that of one process, but for rounding. In layers of EWA nothing is sent: each process trains its own experts on
-    its own images, and the averaging after each step adds up their weights.
+    Rows go to the process that holds their expert. Routers, capacities and queues stay where the
+    rows are, so training is that of one process, but for rounding. In layers of EWA nothing is
+    sent: each process trains its own experts on its own images, and the averaging after each step
+    adds up their weights.
 
-    Parameters of experts become DTensors, ``Shard(0)`` on the mesh. Shard the rest of the model afterwards, by
-    ``fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))``, and make the
-    optimizer last. Gradients of experts are means over the processes, as all gradients are under FSDP.
+    Parameters of experts become DTensors, ``Shard(0)`` on the mesh. Shard the rest of the model
+    afterwards, by
+    ``fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))``,
+    and make the optimizer last. Gradients of experts are means over the processes, as all gradients
+    are under FSDP.
 
     Args:
         model: with the same weights in all processes, before ``fully_shard``.
@@ -29,8 +32,9 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
         The same model.
 
     Raises:
-        ValueError: for another mesh or number of experts, or a model without experts, parallelized or sharded before,
-            or with experts that are adapted (PEFT) or computed (pruned); nothing is then changed.
+        ValueError: for another mesh or number of experts, or a model without experts, parallelized
+            or sharded before, or with experts that are adapted (PEFT) or computed (pruned); nothing
+            is then changed.
     """
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -38,22 +42,33 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no experts to parallelize.")
     if mesh.ndim != 1:
-        raise ValueError(f"Experts are spread over one dimension of a mesh, got {mesh.ndim}: give it as mesh['ep'].")
+        raise ValueError(
+            f"Experts are spread over one dimension of a mesh, got {mesh.ndim}: give it as "
+            "mesh['ep']."
+        )
     for name, layer in layers.items():
         if layer.num_experts % mesh.size():
             raise ValueError(
-                f"{mesh.size()} processes cannot hold equally many of the {layer.num_experts} experts in {name}: take "
-                f"a dimension of the mesh whose size divides {layer.num_experts}."
+                f"{mesh.size()} processes cannot hold equally many of the {layer.num_experts} "
+                f"experts in {name}: take a dimension of the mesh whose size divides "
+                f"{layer.num_experts}."
             )
         layer.require_plain("cannot be spread")
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
-            raise ValueError(f"{name} is sharded or parallelized already: call parallelize_experts once, and first.")
+            raise ValueError(
+                f"{name} is sharded or parallelized already: call parallelize_experts once, and "
+                "first."
+            )
     for layer in layers.values():
         # An optimizer made before would leave the experts untrained: its first step refuses these.
-        layer.replaced += tuple(weakref.ref(stacked) for _, stacked in layer.named_expert_parameters())
+        layer.replaced += tuple(
+            weakref.ref(stacked) for _, stacked in layer.named_expert_parameters()
+        )
         for name, stacked in layer.named_expert_parameters():
             path, _, own = name.rpartition(".")
-            spread = nn.Parameter(distribute_tensor(stacked.detach(), mesh, [Shard(0)]), stacked.requires_grad)
+            spread = nn.Parameter(
+                distribute_tensor(stacked.detach(), mesh, [Shard(0)]), stacked.requires_grad
+            )
             layer.get_submodule(path).register_parameter(own, spread)
         layer.dispatcher = (Dispatcher if isinstance(layer, EwaMlp) else AllToAllDispatcher)(mesh)
         if isinstance(layer, EwaMlp):

@@ -20,25 +20,28 @@ from .strange_optimizers import with_hooks
 _logger = logging.getLogger(__name__)
 
 
-def start_averaging(model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0) -> "Started | None":
+def start_averaging(
+    model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0
+) -> "Started | None":
     """Start the averaging of a run, at the rates and by the schedules that its expert layers were created with.
 
     Args:
         model: to be trained.
         optimizer: of the run, with its state if the run is resumed.
         total_updates: optimizer steps in the whole run.
-        updates: those done before. Where the optimizer's state was loaded before this call, its own count holds, which
-            leaves out steps that a GradScaler skipped. 0 is the start of a run: a count that the optimizer has from an
-            earlier one is dropped, as is an averaging that this function started for the optimizer before.
+        updates: those done before. Where the optimizer's state was loaded before this call, its own
+            count holds, which leaves out steps that a GradScaler skipped. 0 is the start of a run:
+            a count that the optimizer has from an earlier one is dropped, as is an averaging that
+            this function started for the optimizer before.
 
     Returns:
-        The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove` ends it), or None
-        if the optimizer trains no experts that have a share rate.
+        The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`
+        ends it), or None if the optimizer trains no experts that have a share rate.
 
     Raises:
         TypeError: as :class:`ExpertWeightAveraging`.
-        ValueError: if the run has no known end, if the optimizer holds none of the model's parameters, and as
-            :class:`ExpertWeightAveraging`.
+        ValueError: if the run has no known end, if the optimizer holds none of the model's
+            parameters, and as :class:`ExpertWeightAveraging`.
     """
     layers = list(moe_layers(model).values())
     for layer in routed(layers):  # an earlier run may have ended amid a forward
@@ -46,7 +49,8 @@ def start_averaging(model: nn.Module, optimizer: Optimizer, total_updates: float
         layer.router.totals.is_complete = True
     if not layers:
         _logger.warning(
-            "This %s has no expert layers, so nothing is averaged: convert it first by timm_moe.convert_to_moe.",
+            "This %s has no expert layers, so nothing is averaged: convert it first by "
+            "timm_moe.convert_to_moe.",
             type(model).__name__,
         )
     averaged = [layer for layer in layers if layer.share_rate]
@@ -54,19 +58,25 @@ def start_averaging(model: nn.Module, optimizer: Optimizer, total_updates: float
         return None
     optimizer = with_hooks(optimizer)
     if not layers_of_trained_experts(optimizer, averaged):
-        if any(stacked.requires_grad for layer in averaged for _, stacked in layer.named_expert_parameters()):
+        if any(
+            stacked.requires_grad
+            for layer in averaged
+            for _, stacked in layer.named_expert_parameters()
+        ):
             require_parameters(optimizer, model)
         return None
     if not math.isfinite(total_updates) or total_updates < 1:
         raise ValueError(
-            f"The schedule of expert weight averaging needs the number of optimizer steps of the run, got "
-            f"{total_updates}: give the run a number of steps or epochs."
+            "The schedule of expert weight averaging needs the number of optimizer steps of the "
+            f"run, got {total_updates}: give the run a number of steps or epochs."
         )
     earlier = ExpertWeightAveraging.of(optimizer)
     if isinstance(earlier, Started):  # that run began again, as after it ran out of memory
         earlier.remove()
     elif not updates and stated_updates(optimizer):
-        _logger.warning("EWA: a run begins, so the share rate does too. In a resumed run, state updates=...")
+        _logger.warning(
+            "EWA: a run begins, so the share rate does too. In a resumed run, state updates=..."
+        )
     if not updates:
         forget_updates(optimizer)
     averaging = Started(model, optimizer, total_updates=int(total_updates))
@@ -86,27 +96,34 @@ def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Ten
     Args:
         model: that computed it.
         loss: a scalar.
-        scale: of the router losses, where the loss was divided by the number of accumulated batches already.
+        scale: of the router losses, where the loss was divided by the number of accumulated batches
+            already.
 
     Returns:
-        The sum; the loss itself in eval mode, without routers, or where :func:`timm_moe.auxiliary_loss` was added
-        already.
+        The sum; the loss itself in eval mode, without routers, or where
+        :func:`timm_moe.auxiliary_loss` was added already.
     """
     return add_losses(routed_layers(model), loss, scale)
 
 
-def expert_statistics(model: nn.Module, averaging: ExpertWeightAveraging | None = None) -> dict[str, float]:
+def expert_statistics(
+    model: nn.Module, averaging: ExpertWeightAveraging | None = None
+) -> dict[str, float]:
     """Statistics for a log by name: of each router that recorded since the last call, and the last share rate.
 
-    ``router/blocks.1.mlp/balance_loss`` is a loss without its weight, ``.../dropped`` the fraction of choices beyond
-    the capacities, ``.../load_max`` the fraction of all choices that fell on the most chosen expert.
+    ``router/blocks.1.mlp/balance_loss`` is a loss without its weight, ``.../dropped`` the fraction
+    of choices beyond the capacities, ``.../load_max`` the fraction of all choices that fell on the
+    most chosen expert.
     """
     numbers: dict[str, float] = {}
     layers: dict[str, Any] = dict(moe_layers(model))
     for path, summary in current_summaries(layers).items():
         layers[path].router.totals.is_complete = True
         numbers |= {f"router/{path}/{name}_loss": value for name, value in summary.losses.items()}
-        numbers |= {f"router/{path}/dropped": summary.dropped, f"router/{path}/load_max": max(summary.load)}
+        numbers |= {
+            f"router/{path}/dropped": summary.dropped,
+            f"router/{path}/load_max": max(summary.load),
+        }
     if averaging is not None:
         numbers["ewa/share_rate"] = averaging.share_rate
     return numbers

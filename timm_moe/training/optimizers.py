@@ -9,13 +9,17 @@ from torch.optim import Optimizer
 from ..layers import MoeMlp
 
 
-def trained_layers(optimizer: Optimizer, layers: Iterable[MoeMlp], trained: set[int] | None = None) -> list[MoeMlp]:
+def trained_layers(
+    optimizer: Optimizer, layers: Iterable[MoeMlp], trained: set[int] | None = None
+) -> list[MoeMlp]:
     """Select the layers that have a parameter among the optimizer's, be it their router's.
 
     ``trained`` are the ids of its parameters, for those who have them.
     """
     ids = parameter_ids(optimizer) if trained is None else trained
-    return [layer for layer in layers if any(id(parameter) in ids for parameter in layer.parameters())]
+    return [
+        layer for layer in layers if any(id(parameter) in ids for parameter in layer.parameters())
+    ]
 
 
 def layers_of_trained_experts(
@@ -26,7 +30,11 @@ def layers_of_trained_experts(
 
     def are_trained(layer: MoeMlp) -> bool:
         others = ("router", "shared")
-        return any(id(p) in ids for name, p in layer.named_parameters() if name.partition(".")[0] not in others)
+        return any(
+            id(p) in ids
+            for name, p in layer.named_parameters()
+            if name.partition(".")[0] not in others
+        )
 
     return list(filter(are_trained, layers))
 
@@ -40,9 +48,9 @@ def require_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise ValueError if an optimizer holds no parameter of the model."""
     if parameter_ids(optimizer).isdisjoint(map(id, model.parameters())):
         raise ValueError(
-            f"The optimizer holds no parameter of this {type(model).__name__}. If it holds copies of them, they would "
-            "undo the averaging: call timm_moe.average_experts_(model, rate) after each step and copy the averaged "
-            "weights back into them."
+            f"The optimizer holds no parameter of this {type(model).__name__}. If it holds copies "
+            "of them, they would undo the averaging: call timm_moe.average_experts_(model, rate) "
+            "after each step and copy the averaged weights back into them."
         )
 
 

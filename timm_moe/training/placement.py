@@ -13,15 +13,16 @@ from ..convert.blocks import expert_parameters
 def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
     """Let FSDP2 give each process a part of every expert, so that averaging stays local.
 
-    Without it ``fully_shard`` cuts all parameters along their first dimension, which for experts is the expert, so that
-    averaging sends weights. The largest of the other dimensions is taken; torch demands that the number of processes
-    divides it.
+    Without it ``fully_shard`` cuts all parameters along their first dimension, which for experts is
+    the expert, so that averaging sends weights. The largest of the other dimensions is taken; torch
+    demands that the number of processes divides it.
 
     Args:
         model: before ``fully_shard`` has seen it.
 
     Returns:
-        A ``shard_placement_fn`` for ``torch.distributed.fsdp.fully_shard`` of the model or of parts of it.
+        A ``shard_placement_fn`` for ``torch.distributed.fsdp.fully_shard`` of the model or of parts
+        of it.
     """
     from torch.distributed.tensor import Shard
 

@@ -37,13 +37,13 @@ def routed(layers: Iterable[MoeMlp]) -> list[Any]:
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """Sum the weighted losses of the routers in the model's last training forward, for the training loss.
 
-    Call it once after each forward. The sum counts as added: a second call gives zero. If a part of the model was
-    called instead, as ``forward_features``, the sum is over all forwards since the last call. timm's train.py and any
-    ``timm.task.TrainingTask`` add it by themselves.
+    Call it once after each forward. The sum counts as added: a second call gives zero. If a part of
+    the model was called instead, as ``forward_features``, the sum is over all forwards since the
+    last call. timm's train.py and any ``timm.task.TrainingTask`` add it by themselves.
 
     Returns:
-        A scalar with a gradient; zero if no loss waits, as with ``aux_loss_weight=0``, in eval mode, and within
-        ``torch.no_grad()``.
+        A scalar with a gradient; zero if no loss waits, as with ``aux_loss_weight=0``, in eval
+        mode, and within ``torch.no_grad()``.
     """
     loss = take_losses(routed_layers(model))
     if loss is not None:
@@ -63,7 +63,8 @@ def take_losses(layers: list[Any]) -> Tensor | None:
     losses = [record.weighted_loss for _, record in taken if record.weighted_loss is not None]
     if not losses:
         return torch.zeros((), device=taken[0][1].load_GE.device)
-    return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()  # blocks may be on several GPUs
+    # Blocks may be on several GPUs.
+    return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
 
 
 def add_losses(layers: list[Any], loss: Tensor, scale: float = 1.0) -> Tensor:
@@ -113,15 +114,16 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
         router.end_step()
     if forgotten:
         raise RuntimeError(
-            "The routers' losses were not added to the training loss, so the experts would not be used evenly: add "
-            "timm_moe.auxiliary_loss(model) to the loss after each forward, train with a timm.task.TrainingTask, give "
-            "Hugging Face's Trainer or Lightning an ExpertCallback of timm_moe.integrations, or create the model with "
-            "aux_loss_weight=0."
+            "The routers' losses were not added to the training loss, so the experts would not be "
+            "used evenly: add timm_moe.auxiliary_loss(model) to the loss after each forward, train "
+            "with a timm.task.TrainingTask, give Hugging Face's Trainer or Lightning an "
+            "ExpertCallback of timm_moe.integrations, or create the model with aux_loss_weight=0."
         )
     if lost and is_first_time(optimizer, "lost losses"):
         _logger.warning(
-            "The routers' losses of some forwards were not added to the training loss: timm_moe.auxiliary_loss(model) "
-            "holds the losses of the last forward, so call it after each one that is trained on."
+            "The routers' losses of some forwards were not added to the training loss: "
+            "timm_moe.auxiliary_loss(model) holds the losses of the last forward, so call it after "
+            "each one that is trained on."
         )
 
 
@@ -152,16 +154,17 @@ def _warn_of_not_finite(layer: Any) -> None:
     bad, forwards = layer.router.totals.not_finite()
     if bad:
         _logger.warning(
-            f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in {bad} of the last "
-            f"{forwards} training forwards."
+            f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in "
+            f"{bad} of the last {forwards} training forwards."
         )
 
 
 def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingSummary]:
     """Average the router losses, the dropped choices and the load of each expert over the training forwards.
 
-    Forwards count once their losses were added (by :func:`auxiliary_loss` or a timm training task), in this process,
-    since the start, the last reset, or the last end of an epoch of timm's scheduler.
+    Forwards count once their losses were added (by :func:`auxiliary_loss` or a timm training task),
+    in this process, since the start, the last reset, or the last end of an epoch of timm's
+    scheduler.
 
     Args:
         model: holds routed expert layers.

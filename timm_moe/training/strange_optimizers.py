@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-#: Sequences of weights that optimizers keep in a parameter's state, by an entry that tells the optimizer.
+#: Sequences of weights that optimizers keep in a parameter's state, by an entry that tells the
+#: optimizer.
 _SEQUENCES = {
     "z": ("x", "y", "z"),  # schedule-free ones
     "lookahead_slow_buff": ("lookahead_slow_buff",),
@@ -23,31 +24,36 @@ def with_hooks(optimizer: Any) -> Optimizer:
         TypeError: if it is not a torch.optim.Optimizer.
         ValueError: if its step was replaced before it had hooks.
     """
-    while hasattr(optimizer, "step_was_skipped"):  # Accelerate's, whose step may be skipped: the one inside counts
+    # Accelerate's, whose step may be skipped: the one inside counts.
+    while hasattr(optimizer, "step_was_skipped"):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be followed. If it works "
-            "by one, give that; else call timm_moe.average_experts_(model, rate) after each of its steps."
+            f"A {type(optimizer).__name__} is no torch.optim.Optimizer, so its steps cannot be "
+            "followed. If it works by one, give that; else call timm_moe.average_experts_(model, "
+            "rate) after each of its steps."
         )
     was_hooked = _is_hooked(optimizer)
     _install_hooks(optimizer)
     if not was_hooked and not hasattr(optimizer.step, "hooked"):
         raise ValueError(
-            f"The steps of this {type(optimizer).__name__} cannot be followed, as its step was replaced before: make "
-            "the averaging right after the optimizer."
+            f"The steps of this {type(optimizer).__name__} cannot be followed, as its step was "
+            "replaced before: make the averaging right after the optimizer."
         )
     return optimizer
 
 
 def _is_hooked(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(type(optimizer).step, "hooked")
+    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(
+        type(optimizer).step, "hooked"
+    )
 
 
 def _install_hooks(optimizer: Optimizer) -> None:
     """Give step hooks to an optimizer, and to those that it works by."""
     if not _is_hooked(optimizer):
-        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks; this does, too.
+        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks; this
+        # does, too.
         optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
     for inner in vars(optimizer).values():
         if isinstance(inner, Optimizer) and not _is_hooked(inner):
@@ -113,7 +119,8 @@ def average_kept_(
     kept = {}
     for optimizer in optimizers:
         for stacked, rate in due:
-            state = optimizer.state.get(stacked) or {}  # ZeroRedundancyOptimizer has None for others' parts
+            # ZeroRedundancyOptimizer has None for others' parts.
+            state = optimizer.state.get(stacked) or {}
             if _ENTRIES.isdisjoint(state):
                 continue
             names = {name for key, names in _SEQUENCES.items() if key in state for name in names}
@@ -121,7 +128,11 @@ def average_kept_(
                 if isinstance(weights, Tensor) and weights.shape == stacked.shape:
                     kept[id(weights)] = (weights, rate)
             if "x0" in state:
-                groups = (group for group in optimizer.param_groups if any(p is stacked for p in group["params"]))
+                groups = (
+                    group
+                    for group in optimizer.param_groups
+                    if any(p is stacked for p in group["params"])
+                )
                 z = _target(state, next(groups)["eps"])
                 averaged = z.clone()
                 average_all_([(averaged, rate)])
@@ -132,7 +143,7 @@ def average_kept_(
 def _target(state: dict[str, Tensor], eps: float) -> Tensor:
     """Compute what MADGRAD pulls a parameter to: z, the start x0 minus a sum of gradients over their size.
 
-    The size is each expert's own, so that the mean of z stays only if z itself is averaged: the start moves by as much
-    as z. (Without momentum the start follows from the parameter.)
+    The size is each expert's own, so that the mean of z stays only if z itself is averaged: the
+    start moves by as much as z. (Without momentum the start follows from the parameter.)
     """
     return state["x0"] - state["s"] / (state["grad_sum_sq"].pow(1 / 3) + eps)

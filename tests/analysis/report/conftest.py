@@ -24,4 +24,6 @@ def report(splits, tmp_path_factory):
     torch.manual_seed(0)
     images = image_folder(splits)
     models = [make_model("vit_tiny_moe", num_experts=4), make_model("vmoe_pbe_s32", num_experts=4)]
-    return write_report(models, images, folder / "page", image_folder(splits, "other"), inference=HERE)
+    return write_report(
+        models, images, folder / "page", image_folder(splits, "other"), inference=HERE
+    )

@@ -37,13 +37,19 @@ def test_it_sees_what_evaluate_and_routes_do(name, options, splits):
     assert seen.figures == pytest.approx(expected, nan_ok=True)
     assert len(seen.confidence) == 20
     assert len(seen.ood_confidence) == 10
-    assert (seen.predicted != seen.labels).double().mean().item() == pytest.approx(expected["error"])
+    assert (seen.predicted != seen.labels).double().mean().item() == pytest.approx(
+        expected["error"]
+    )
     for layer, routes in zip(seen.layers, collect_routes(model, images, HERE), strict=True):
         assert layer.name == routes.layer
         assert torch.equal(layer.routes.count_IME, routes.count_IME)
         assert layer.routes.load().sum().item() == pytest.approx(1)
         assert layer.grid == (4, 4)
-        assert layer.expert_SMP.shape == layer.gate_SMP.shape == (min(SHOWN, 20), layer.routes.members, 16)
+        assert (
+            layer.expert_SMP.shape
+            == layer.gate_SMP.shape
+            == (min(SHOWN, 20), layer.routes.members, 16)
+        )
 
 
 def test_patches_experts_and_pairs_are_those_of_the_routers(splits):
@@ -55,25 +61,37 @@ def test_patches_experts_and_pairs_are_those_of_the_routers(splits):
     assert torch.equal(seen.shown_pixels, images[seen.shown].permute(0, 3, 1, 2))
     inputs = {}
     for path, layer in timm_moe.moe_layers(model).items():
-        layer.router.register_forward_pre_hook(lambda _, given, path=path: inputs.setdefault(path, given[0]))
+        layer.router.register_forward_pre_hook(
+            lambda _, given, path=path: inputs.setdefault(path, given[0])
+        )
     with torch.no_grad():
         model((images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5)
     first, second = seen.layers
     gates = {
-        path: (inputs[path] @ layer.router.weight.T).softmax(2) for path, layer in timm_moe.moe_layers(model).items()
+        path: (inputs[path] @ layer.router.weight.T).softmax(2)
+        for path, layer in timm_moe.moe_layers(model).items()
     }
     gate_BN, expert_BN = gates[first.name].max(2)
     assert torch.equal(first.expert_SMP[:, 0], expert_BN[seen.shown, 1:])
     torch.testing.assert_close(first.gate_SMP[:, 0], gate_BN[seen.shown, 1:], rtol=1e-4, atol=1e-4)
     pairs = torch.zeros(4, 4, dtype=torch.long)
-    for here, there in zip(expert_BN.flatten(), gates[second.name].argmax(2).flatten(), strict=True):
+    for here, there in zip(
+        expert_BN.flatten(), gates[second.name].argmax(2).flatten(), strict=True
+    ):
         pairs[here, there] += 1
     assert torch.equal(first.next_EE, pairs)
     assert second.next_EE is None
     for expert, patches in enumerate(first.surest):
-        best = torch.where(expert_BN[:, 1:] == expert, gate_BN[:, 1:], -1).amax(1).sort(descending=True).values
+        best = (
+            torch.where(expert_BN[:, 1:] == expert, gate_BN[:, 1:], -1)
+            .amax(1)
+            .sort(descending=True)
+            .values
+        )
         best = best[best >= 0][:SUREST]
-        torch.testing.assert_close(torch.tensor([patch.gate for patch in patches]), best, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor([patch.gate for patch in patches]), best, rtol=1e-4, atol=1e-4
+        )
         assert all(patch.pixels.shape == (3, 24, 24) for patch in patches)
     entropy = torch.special.entr(gates[first.name]).sum(2).flatten() / torch.tensor(4.0).log()
     assert torch.equal(first.entropy, torch.histc(entropy, 20, 0, 1))
@@ -90,7 +108,9 @@ def test_a_gate_is_that_of_the_choice(splits):
 
 
 def test_every_head_has_its_own_gate(splits):
-    layer = observed(make_model("vmoe_pbe_s32", num_experts=4, ensemble="multi_head", top_k=2), splits).layers[-1]
+    layer = observed(
+        make_model("vmoe_pbe_s32", num_experts=4, ensemble="multi_head", top_k=2), splits
+    ).layers[-1]
     first, second = layer.gate_SMP.unbind(1)
     assert (first >= second).all()
     assert (first + second <= 1).all()
@@ -125,7 +145,9 @@ def test_a_device_without_float64(splits):
     expected = observed(model, splits)
     for layer in timm_moe.moe_layers(model).values():
         probabilities = layer.router.probabilities
-        layer.router.probabilities = lambda x, probabilities=probabilities: probabilities(x).as_subclass(OnDevice)
+        layer.router.probabilities = lambda x, probabilities=probabilities: probabilities(
+            x
+        ).as_subclass(OnDevice)
     for layer, same in zip(observed(model, splits).layers, expected.layers, strict=True):
         assert torch.equal(layer.entropy, same.entropy)
 
@@ -150,7 +172,10 @@ def test_every_member_of_an_ensemble_has_its_patches(splits):
     own = [layer.expert_SMP[:, member].unique().tolist() for member in range(2)]
     assert max(own[0]) < 2 <= min(own[1])
     shown = routing_section(seen).parts[2].routes["layers"]
-    assert [given["name"] for given in shown[:2]] == [f"{layer.name}, member 1", f"{layer.name}, member 2"]
+    assert [given["name"] for given in shown[:2]] == [
+        f"{layer.name}, member 1",
+        f"{layer.name}, member 2",
+    ]
     assert shown[1]["expert"] == layer.expert_SMP[:, 1].tolist()
 
 

@@ -26,10 +26,13 @@ def test_a_thousand_classes_stay_below_ten_megabytes(tmp_path):
     layers = []
     for number in range(12):
         counts = torch.randint(50, (2000, 1, 32), generator=generator)
-        layer = layer_of(counts.tolist(), labels=[*range(1000)] * 2, classes=classes, name=f"blocks.{number}.mlp")
+        layer = layer_of(
+            counts.tolist(), labels=[*range(1000)] * 2, classes=classes, name=f"blocks.{number}.mlp"
+        )
         surest = [
             [
-                Patch(0.5, torch.randint(256, (3, 48, 48), generator=generator).byte(), 0)  # noise packs worst
+                # Noise packs worst.
+                Patch(0.5, torch.randint(256, (3, 48, 48), generator=generator).byte(), 0)
                 for _ in range(SUREST)
             ]
             for _ in range(32)
@@ -47,7 +50,10 @@ def test_a_thousand_classes_stay_below_ten_megabytes(tmp_path):
     seen.labels[:] = torch.arange(2000) % 1000
     seen.shown[:] = range(SHOWN)
     seen = Observation(
-        **{**vars(seen), "shown_pixels": torch.randint(256, (SHOWN, 3, 224, 224), generator=generator).byte()}
+        **{
+            **vars(seen),
+            "shown_pixels": torch.randint(256, (SHOWN, 3, 224, 224), generator=generator).byte(),
+        }
     )
     text = page("Title", "", [{"": routing_section(seen)}, {"": classifier_section({"m": seen})}])
     assert len(text) < 10 * 2**20
@@ -66,7 +72,18 @@ def test_the_command(splits, tmp_path, capsys, monkeypatch):
     save_file(make_model().state_dict(), tmp_path / "a.safetensors")
     save_file(make_model().state_dict(), tmp_path / "b.safetensors")
     sources = [str(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
-    options = ["--data-dir", str(splits), "-j", "0", "--device", "cpu", "--model", "vit_tiny_moe", "--num-classes", "5"]
+    options = [
+        "--data-dir",
+        str(splits),
+        "-j",
+        "0",
+        "--device",
+        "cpu",
+        "--model",
+        "vit_tiny_moe",
+        "--num-classes",
+        "5",
+    ]
     options += ["--model-kwargs", *SMALL_VIT_KWARGS, "--img-size", "32"]
     assert main(["report", *sources, *options, str(tmp_path / "out")]) == 0
     assert "open it in a browser" in capsys.readouterr().out
@@ -114,12 +131,22 @@ def test_the_page_opens_whole_without_an_error_or_a_request(browser, report, wid
     find = opened(browser, report, width)
     assert browser.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    asked = [
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    ]
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     headings = [heading.text for heading in find("h2")]
-    assert headings == ["The model", "Who goes where", "How alike are the experts?", "The classifier"]
+    assert headings == [
+        "The model",
+        "Who goes where",
+        "How alike are the experts?",
+        "The classifier",
+    ]
     left, right = (figure.rect for figure in find("#routing-2 figure"))
-    assert (left["y"] == right["y"]) == (left["x"] != right["x"]) == (width > 1000)  # side by side where there is room
+    # Side by side where there is room.
+    assert (left["y"] == right["y"]) == (left["x"] != right["x"]) == (width > 1000)
     labels = [label.get_attribute("textContent") for label in find(".role-axis-label text")]
     assert labels
     assert not any("e+" in label for label in labels)
@@ -140,7 +167,10 @@ def test_tables_are_sorted_and_searched_and_layers_chosen_by_keyboard(browser, r
     table = "#routing-2-1 "
 
     def column(number):
-        return [int(row.find_elements("css selector", "td")[number].text) for row in find(table + "tbody tr")]
+        return [
+            int(row.find_elements("css selector", "td")[number].text)
+            for row in find(table + "tbody tr")
+        ]
 
     for expert in (2, 0):
         button = find(table + "thead button")[expert + 1]
@@ -209,6 +239,13 @@ def test_files_are_read_before_the_images_are_run_on(splits, tmp_path, monkeypat
         raise ValueError("damaged")
 
     monkeypatch.setattr("timm_moe.analysis.report.find_history", damaged)
-    monkeypatch.setattr("timm_moe.analysis.report.observe", lambda *_: pytest.fail("The images were run on."))
+    monkeypatch.setattr(
+        "timm_moe.analysis.report.observe", lambda *_: pytest.fail("The images were run on.")
+    )
     with pytest.raises(ValueError, match="damaged"):
-        write_report([make_model("vit_tiny_moe", num_experts=4)], image_folder(splits), tmp_path, inference=HERE)
+        write_report(
+            [make_model("vit_tiny_moe", num_experts=4)],
+            image_folder(splits),
+            tmp_path,
+            inference=HERE,
+        )

@@ -18,20 +18,29 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
         "epoch,train_loss,eval_loss,eval_top1,lr\n0,2.0,1.5,40,0.1\n1,1.0,1.2,60,0.1\n1,1.0,1.3,58,0.1\n2,nan,1.4,,0\n"
     )
     epochs = [
-        {"epoch": epoch, "share_rate": 0.1, "layers": {"a": {"spread": 0.4 / (1 + epoch)}, "b": {"spread": None}}}
+        {
+            "epoch": epoch,
+            "share_rate": 0.1,
+            "layers": {"a": {"spread": 0.4 / (1 + epoch)}, "b": {"spread": None}},
+        }
         for epoch in range(3)
     ]
     (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
     parts = parts_of(tmp_path)
     told = parts["Did the experts come together?"].text
-    assert told.startswith("They came closer to each other. Averaging was on. Their distance from their mean was 0.4 ")
+    assert told.startswith(
+        "They came closer to each other. Averaging was on. Their distance from their mean was 0.4 "
+    )
     assert "0.4 after epoch 0 and 0.133 after epoch 2, on average over the layers" in told
     assert parts["Does the loss still fall?"].text == (
-        "The evaluation loss was lowest in epoch 1: 1.3. In the last epoch, 2, it was 1.4. The training loss is that "
-        "of augmented images, with any label smoothing and routers' losses in it. "
-        "Left out: epoch 2, where it was not a finite number. The run may have diverged there."
+        "The evaluation loss was lowest in epoch 1: 1.3. In the last epoch, 2, it was 1.4. The "
+        "training loss is that of augmented images, with any label smoothing and routers' losses "
+        "in it. Left out: epoch 2, where it was not a finite number. The run may have diverged "
+        "there."
     )
-    assert parts["How accurate was it in each epoch?"].text.startswith("Top-1 ended at 58.00 %; the best was 58.00 %")
+    assert parts["How accurate was it in each epoch?"].text.startswith(
+        "Top-1 ended at 58.00 %; the best was 58.00 %"
+    )
     (tmp_path / FILE).write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
         run_section(tmp_path)
@@ -39,13 +48,23 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
 
 def test_what_the_routers_did_in_training_is_told(tmp_path):
     loads = [[0.3, 0.3, 0.4], [0.02, 0.48, 0.5]]
-    layers = [{"spread": 1.0, "losses": {"balance": 1.1}, "load": load, "dropped": 0.25} for load in loads]
-    epochs = [{"epoch": epoch, "share_rate": None, "layers": {"a": layer}} for epoch, layer in enumerate(layers)]
+    layers = [
+        {"spread": 1.0, "losses": {"balance": 1.1}, "load": load, "dropped": 0.25} for load in loads
+    ]
+    epochs = [
+        {"epoch": epoch, "share_rate": None, "layers": {"a": layer}}
+        for epoch, layer in enumerate(layers)
+    ]
     (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
     parts = parts_of(tmp_path)
     told = parts["Is every expert used in training?"].text
-    assert told.startswith("In the last epoch, 1, these had less than a tenth of an even share: expert 0 of a.")
-    assert "up to 25.0% of a layer's choices were dropped" in parts["How many choices found no place?"].text
+    assert told.startswith(
+        "In the last epoch, 1, these had less than a tenth of an even share: expert 0 of a."
+    )
+    assert (
+        "up to 25.0% of a layer's choices were dropped"
+        in parts["How many choices found no place?"].text
+    )
     (tmp_path / FILE).write_text(json.dumps({"epochs": epochs[:1]}))
     told = parts_of(tmp_path)["Is every expert used in training?"].text
     assert told.startswith("In the last epoch, 0, none had less than a tenth of an even share.")
@@ -90,12 +109,17 @@ def test_whether_experts_are_together_is_judged_by_where_they_end(spreads, verdi
 
 
 def test_without_averaging_there_is_no_verdict(tmp_path):
-    for rate, told in ((None, "Nothing averaged the experts. "), (0.0, "experts (the share rate was 0). ")):
+    for rate, told in (
+        (None, "Nothing averaged the experts. "),
+        (0.0, "experts (the share rate was 0). "),
+    ):
         write_epochs(tmp_path, [1.5, 1.4], rate)
         parts = parts_of(tmp_path)
         assert "Did the experts come together?" not in parts
         assert told in parts["How far apart are the experts in training?"].text
-        assert parts["How far apart are the experts in training?"].text.startswith("Their distance hardly changed.")
+        assert parts["How far apart are the experts in training?"].text.startswith(
+            "Their distance hardly changed."
+        )
 
 
 def test_a_run_that_diverged_has_a_report(tmp_path):
@@ -104,15 +128,22 @@ def test_a_run_that_diverged_has_a_report(tmp_path):
     )
     layers = [{"spread": 1.0, "losses": {"balance": 1.0}, "load": [0.5, 0.5], "dropped": 0.1}]
     layers += [{"spread": None, "losses": {"balance": None}, "load": [0.0, None], "dropped": None}]
-    epochs = [{"epoch": epoch, "share_rate": None, "layers": {"a": layer}} for epoch, layer in enumerate(layers)]
+    epochs = [
+        {"epoch": epoch, "share_rate": None, "layers": {"a": layer}}
+        for epoch, layer in enumerate(layers)
+    ]
     (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
     parts = parts_of(tmp_path)
     lost = "where it was not a finite number. The run may have diverged there."
     told = parts["Does the loss still fall?"].text
-    assert told.startswith("The evaluation loss was lowest in the last epoch, 5: 1.5. The training loss is that of ")
+    assert told.startswith(
+        "The evaluation loss was lowest in the last epoch, 5: 1.5. The training loss is that of "
+    )
     assert told.endswith(f"in it. Left out: epochs 6 to 7 and 9, {lost}")
     assert parts["How accurate was it in each epoch?"].text == f"Left out: epochs 5 to 7, {lost}"
-    assert parts["What did the routers' losses do?"].text.endswith(f"1 for balance. Left out: epoch 1, {lost}")
+    assert parts["What did the routers' losses do?"].text.endswith(
+        f"1 for balance. Left out: epoch 1, {lost}"
+    )
     (tmp_path / "summary.csv").write_text("epoch,train_loss\n0,nan\n")
     assert parts_of(tmp_path)["Does the loss still fall?"].chart is None
 
@@ -127,6 +158,10 @@ def test_top_5_of_five_classes_is_left_out(tmp_path):
 def test_a_damaged_run_is_told_before_the_images_are_seen(splits, tmp_path, monkeypatch):
     (tmp_path / FILE).write_text('{"epochs": [{"epoch": 0}]}')
     (tmp_path / "last.pth.tar").touch()
-    monkeypatch.setattr(timm_moe.analysis.report, "load_classifiers", lambda *_: pytest.fail("The model was loaded."))
+    monkeypatch.setattr(
+        timm_moe.analysis.report,
+        "load_classifiers",
+        lambda *_: pytest.fail("The model was loaded."),
+    )
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
         write_report([tmp_path / "last.pth.tar"], image_folder(splits), tmp_path / "out")

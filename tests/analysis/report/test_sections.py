@@ -18,13 +18,15 @@ from timm_moe.models.registered import weightless_model
 def test_dead_experts_are_named():
     told = routing_section(seen_as([layer_of([50, 1, 49, 0], dropped=7)])).parts[0].text
     assert told == (
-        "Chosen for less than a tenth of an even share: blocks.1.mlp: 1, 3. This counts 100 choices in evaluation. 7 "
-        "of them found no place and were dropped. The dashed line is an even share."
+        "Chosen for less than a tenth of an even share: blocks.1.mlp: 1, 3. This counts 100 "
+        "choices in evaluation. 7 of them found no place and were dropped. The dashed line is an "
+        "even share."
     )
     told = routing_section(seen_as([layer_of([30, 20, 25, 25])])).parts[0].text
     assert told == (
-        "None has less than a tenth of an even share. The least chosen, expert 1 of blocks.1.mlp, has 80% of it. This "
-        "counts 100 choices in evaluation. None of them was dropped. The dashed line is an even share."
+        "None has less than a tenth of an even share. The least chosen, expert 1 of blocks.1.mlp, "
+        "has 80% of it. This counts 100 choices in evaluation. None of them was dropped. The "
+        "dashed line is an even share."
     )
     members = with_two_members(layer_of([30, 20, 25, 25]))
     assert "gets 50% at most" in routing_section(seen_as([members])).parts[1].text
@@ -41,14 +43,29 @@ def test_dead_experts_are_named():
             [0, 1, 1] * 9,
             "Over-confident on average: confidence 86.7%, accuracy 33.3%, difference +53.3",
         ),
-        ([0.4, 0.5, 0.6], [0, 0, 0], "Under-confident on average: confidence 50.0%, accuracy 100.0%"),
-        ([0.5, 0.5], [0, 1], "Neither over- nor under-confident on average, as far as 2 images can tell"),
-        ([0.9, 0.9, 0.8], [0, 1, 1], "Neither over- nor under-confident on average, as far as 3 images can tell"),
+        (
+            [0.4, 0.5, 0.6],
+            [0, 0, 0],
+            "Under-confident on average: confidence 50.0%, accuracy 100.0%",
+        ),
+        (
+            [0.5, 0.5],
+            [0, 1],
+            "Neither over- nor under-confident on average, as far as 2 images can tell",
+        ),
+        (
+            [0.9, 0.9, 0.8],
+            [0, 1, 1],
+            "Neither over- nor under-confident on average, as far as 3 images can tell",
+        ),
         ([0.9], [1], "Neither over- nor under-confident on average, as far as 1 images can tell"),
     ],
 )
 def test_over_confidence_is_told(confidence, predicted, verdict):
-    parts = {part.title: part for part in classifier_section({"m": seen_as([], confidence, predicted)}).parts}
+    parts = {
+        part.title: part
+        for part in classifier_section({"m": seen_as([], confidence, predicted)}).parts
+    }
     assert parts["Is it as sure as it is right?"].text.startswith(verdict)
 
 
@@ -61,15 +78,23 @@ def preference(counts, labels, name="blocks.1.mlp"):
 def test_how_much_experts_prefer_classes_is_told():
     labels = [0, 1] * 50
     told = preference([[9, 0], [0, 9]] * 50, labels)
-    assert told.startswith("Strong preferences. In blocks.1.mlp the class of an image says 100% of which expert is ")
-    assert "The largest share in blocks.1.mlp: expert 0 gets 100% of cat; an even share is 50%." in told
+    assert told.startswith(
+        "Strong preferences. In blocks.1.mlp the class of an image says 100% of which expert is "
+    )
+    assert (
+        "The largest share in blocks.1.mlp: expert 0 gets 100% of cat; an even share is 50%."
+        in told
+    )
     assert preference([[8, 1], [1, 8]] * 50, labels).startswith("Strong preferences.")
     assert preference([[7, 3], [3, 7]] * 50, labels).startswith("Clear preferences.")
     assert preference([[6, 4], [4, 6]] * 50, labels).startswith("Weak preferences.")
     assert preference([[5, 4], [5, 4]] * 50, labels).startswith("No preference beyond chance.")
-    assert preference([[9, 0], [9, 0]] * 50, labels).startswith("No preference beyond chance.")  # all on one expert
+    # All on one expert.
+    assert preference([[9, 0], [9, 0]] * 50, labels).startswith("No preference beyond chance.")
     # three images say 58 % of nothing: each has an expert, and one of them a class, to itself
-    assert preference([[9, 0, 0], [0, 9, 0], [0, 0, 9]], [0, 0, 1]).startswith("No preference beyond chance.")
+    assert preference([[9, 0, 0], [0, 9, 0], [0, 0, 9]], [0, 0, 1]).startswith(
+        "No preference beyond chance."
+    )
 
 
 def test_the_heaviest_patch_is_the_brightest_and_one_without_weight_dark():
@@ -88,13 +113,17 @@ def test_accuracy_stands_beside_the_error():
     ]
 
 
-@pytest.mark.parametrize(("top_k", "told"), [(1, "its only choice"), (2, "the first of its 2 choices")])
+@pytest.mark.parametrize(
+    ("top_k", "told"), [(1, "its only choice"), (2, "the first of its 2 choices")]
+)
 def test_what_a_patch_without_colour_is(top_k, told):
     layer = with_two_members(layer_of([1, 1], top_k=top_k))
     texts = []
     for expert in (0, 2):
         layer.expert_SMP[:] = expert
-        (part,) = [part for part in routing_section(seen_as([layer])).parts if "patches go" in part.title]
+        (part,) = [
+            part for part in routing_section(seen_as([layer])).parts if "patches go" in part.title
+        ]
         texts.append(part.text)
     assert "without colour" not in texts[0]
     assert f"Of a patch without colour, {told} found no place and was dropped." in texts[1]
@@ -109,7 +138,10 @@ def test_members_shared_experts_and_ema_are_named():
 
     _, size = told("vmoe_pbe_s32", num_experts=4)
     assert ["members", "2; member 1 has experts 0 to 1, member 2 has experts 2 to 3"] in size.table
-    assert "a shared expert, which every token passes through, in blocks." in told("vimoe_s14_shared")[0].text
+    assert (
+        "a shared expert, which every token passes through, in blocks."
+        in told("vimoe_s14_shared")[0].text
+    )
     assert "shared expert" not in told("vimoe_s14")[0].text
     assert "No router chooses" in told("vit_tiny_ewa_moe")[0].text
     assert "A router chooses one expert for each token." in told("vit_tiny_moe", top_k=1)[0].text
@@ -140,7 +172,9 @@ SITTING = [
 @pytest.mark.parametrize(("name", "options", "networks", "places", "box"), SITTING)
 def test_every_feed_forward_network_is_drawn_where_it_is(name, options, networks, places, box):
     model = weightless_model(name, **options)
-    part = model_section(model, measure(weightless_model(name, **options), name), History()).parts[0]
+    part = model_section(model, measure(weightless_model(name, **options), name), History()).parts[
+        0
+    ]
     drawn = part.routes["blocks"]
     assert len({block["name"] for block in drawn}) == len(drawn) == networks
     assert sum(block["experts"] > 0 for block in drawn) == places

@@ -24,7 +24,11 @@ CHOICE = dict(name="vit_tiny_moe", router="expert_choice", num_experts=3, capaci
 
 @pytest.fixture(scope="module")
 def splits(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("data"), {"val": 3}, ["apple", "baby", "chair", "dolphin", "elephant"])
+    return write_images(
+        tmp_path_factory.mktemp("data"),
+        {"val": 3},
+        ["apple", "baby", "chair", "dolphin", "elephant"],
+    )
 
 
 def collected(options, splits):
@@ -34,7 +38,9 @@ def collected(options, splits):
     for path, layer in moe_layers(model).items():
         if options is SOFT:
             torch.nn.init.constant_(layer.router.scale, 8)
-        layer.router.register_forward_pre_hook(lambda _, args, path=path: inputs[path].append(args[0]))
+        layer.router.register_forward_pre_hook(
+            lambda _, args, path=path: inputs[path].append(args[0])
+        )
     images = image_folder(splits)
     (model,), images = load_classifiers([model], images, inference=HERE)
     mixtures, image = collect_mixtures(model, images, HERE)
@@ -60,7 +66,9 @@ def test_slots_mix_the_tokens_that_their_weights_say(splits):
         x, slots = (a / np.linalg.norm(a, axis=-1, keepdims=True) for a in (x, slots))
         logits = 8 * x @ slots.T  # (I, N, S)
         assert logits.shape == (15, 16, 10)
-        mixed = np.array([[perplexity(softmax(of_slot)) for of_slot in of_image.T] for of_image in logits])
+        mixed = np.array(
+            [[perplexity(softmax(of_slot)) for of_slot in of_image.T] for of_image in logits]
+        )
         combined = [perplexity(softmax(of_token)) for of_image in logits for of_token in of_image]
         summary = mixture.summary()
         assert summary == {
@@ -71,7 +79,10 @@ def test_slots_mix_the_tokens_that_their_weights_say(splits):
             "tokens_per_slot": pytest.approx(mixed.mean(), rel=1e-4),
             "slots_per_token": pytest.approx(np.mean(combined), rel=1e-4),
         }
-        assert f"a slot mixes {mixed.mean():.1f} of 16 tokens, a token {np.mean(combined):.1f} of 10" in str(mixture)
+        assert (
+            f"a slot mixes {mixed.mean():.1f} of 16 tokens, a token {np.mean(combined):.1f} of 10"
+            in str(mixture)
+        )
         sharpest = mixed.mean(0).argsort()[:SHOWN_SLOTS]
         maps = mixture.maps()
         assert list(maps) == [f"expert {slot // 2}, slot {slot % 2}" for slot in sharpest]
@@ -84,12 +95,27 @@ def test_even_and_single_slots():
     router = SoftRouter(8, 5)
     even, single = Mixture("layer", router, (4, 4)), Mixture("layer", router, (4, 4))
     even.add((torch.full((2, 16, 5), 1 / 16), torch.full((2, 16, 5), 1 / 5)), 2, [1])
-    single.add((torch.eye(16)[:, :5].expand(2, 16, 5), torch.eye(5)[torch.arange(16) % 5].expand(2, 16, 5)), 2, [])
-    single.add((torch.eye(16)[:, :5].expand(2, 16, 5), torch.eye(5)[torch.arange(16) % 5].expand(2, 16, 5)), 2, [0])
+    single.add(
+        (
+            torch.eye(16)[:, :5].expand(2, 16, 5),
+            torch.eye(5)[torch.arange(16) % 5].expand(2, 16, 5),
+        ),
+        2,
+        [],
+    )
+    single.add(
+        (
+            torch.eye(16)[:, :5].expand(2, 16, 5),
+            torch.eye(5)[torch.arange(16) % 5].expand(2, 16, 5),
+        ),
+        2,
+        [0],
+    )
     for mixture, expected in ((even, (16, 5)), (single, (1, 1))):
         summary = mixture.summary()
         assert (summary["tokens_per_slot"], summary["slots_per_token"]) == pytest.approx(expected)
-        assert set(mixture.maps()) == {f"expert {expert}" for expert in range(5)}  # each with its only slot
+        # Each with its only slot.
+        assert set(mixture.maps()) == {f"expert {expert}" for expert in range(5)}
         assert all(weights.shape == (1, 4, 4) for weights in mixture.maps().values())
 
 
@@ -120,7 +146,10 @@ def test_a_layer_that_is_called_twice_is_shown_twice(splits):
     model = make_model(**SOFT)
     model.blocks[3].mlp = model.blocks[1].mlp
     mixtures, _ = collect_mixtures(model, image_folder(splits), HERE)
-    assert [mixture.layer for mixture in mixtures] == ["blocks.1.mlp (call 1)", "blocks.1.mlp (call 2)"]
+    assert [mixture.layer for mixture in mixtures] == [
+        "blocks.1.mlp (call 1)",
+        "blocks.1.mlp (call 2)",
+    ]
     assert mixtures[0].summary()["tokens_per_slot"] != mixtures[1].summary()["tokens_per_slot"]
 
 
@@ -130,13 +159,23 @@ def test_models_whose_tokens_choose_have_routes_instead():
     assert not any(mixing_layers(make_model(name)) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"))
 
 
-@pytest.mark.parametrize(("options", "field"), [(SOFT, "tokens_per_slot"), (CHOICE, "share_by_experts")])
+@pytest.mark.parametrize(
+    ("options", "field"), [(SOFT, "tokens_per_slot"), (CHOICE, "share_by_experts")]
+)
 def test_the_command(options, field, splits, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     save_file(make_model(**options).state_dict(), tmp_path / "a.safetensors")
     kwargs = [f"{name}={value}" for name, value in options.items() if name != "name"]
     arguments = [
-        *("routes", str(tmp_path / "a.safetensors"), "--data-dir", str(splits), str(tmp_path / "out"), "-j", "0"),
+        *(
+            "routes",
+            str(tmp_path / "a.safetensors"),
+            "--data-dir",
+            str(splits),
+            str(tmp_path / "out"),
+            "-j",
+            "0",
+        ),
         *("--device", "cpu", "--model", options["name"], "--num-classes", "5"),
         *("--model-kwargs", *SMALL_VIT_KWARGS, *kwargs),
     ]
@@ -154,7 +193,10 @@ def test_the_command(options, field, splits, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "title", "rows"),
-    [(SOFT, "Which patches feed which slot?", SHOWN_SLOTS), (CHOICE, "How many experts does a patch go to?", 1)],
+    [
+        (SOFT, "Which patches feed which slot?", SHOWN_SLOTS),
+        (CHOICE, "How many experts does a patch go to?", 1),
+    ],
 )
 def test_the_report_shows_them(options, title, rows, splits):
     seen = observed(make_model(**options), splits)

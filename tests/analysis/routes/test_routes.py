@@ -18,7 +18,13 @@ from torch import nn
 from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.routes.outputs import display_order, plot
-from timm_moe.analysis.routes.statistics import Routes, collect_routes, patch_grid, summarize, summarize_all
+from timm_moe.analysis.routes.statistics import (
+    Routes,
+    collect_routes,
+    patch_grid,
+    summarize,
+    summarize_all,
+)
 from timm_moe_cli import main
 
 CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]
@@ -49,7 +55,9 @@ def test_shares_are_those_of_the_largest_logits(splits, name, options, unit):
     model = make_model(name, **options)
     inputs = {path: [] for path in moe_layers(model)}
     handles = [
-        layer.router.register_forward_pre_hook(lambda _, args, path=path: inputs[path].append(args[0]))
+        layer.router.register_forward_pre_hook(
+            lambda _, args, path=path: inputs[path].append(args[0])
+        )
         for path, layer in moe_layers(model).items()
     ]
     all_routes = routes_of(model, splits)
@@ -73,7 +81,9 @@ def test_shares_are_those_of_the_largest_logits(splits, name, options, unit):
         summary = summarize(routes, 0.1)
         assert summary["experts_per_image"] == pytest.approx(different)
         assert summary["load"] == pytest.approx((expected.sum(0) / expected.sum()).tolist())
-        assert summary["mean_largest_share"] == pytest.approx(routes.share_CE().max(1).values.mean().item())
+        assert summary["mean_largest_share"] == pytest.approx(
+            routes.share_CE().max(1).values.mean().item()
+        )
         assert router.eval_capacity_factor == options.get("eval_capacity_factor")
         assert not router._forward_hooks
 
@@ -81,7 +91,11 @@ def test_shares_are_those_of_the_largest_logits(splits, name, options, unit):
 @pytest.mark.parametrize(
     ("name", "size", "grid"),
     [
-        ("swin_tiny_patch4_window7_224", dict(img_size=(64, 96), embed_dim=24, window_size=2), (16, 24)),
+        (
+            "swin_tiny_patch4_window7_224",
+            dict(img_size=(64, 96), embed_dim=24, window_size=2),
+            (16, 24),
+        ),
         ("gcvit_xxtiny", dict(img_size=64, window_size=2), (16, 16)),  # (B, H, W, D)
         ("nest_tiny", dict(img_size=64), None),
         ("hiera_tiny_224", dict(img_size=(64, 64), embed_dim=24), None),
@@ -109,7 +123,11 @@ def test_a_layer_that_is_called_twice_has_two_panels(splits):
     model = make_model(moe_layers="1,2")
     model.blocks[3].mlp = model.blocks[1].mlp
     all_routes = routes_of(model, splits)
-    assert [routes.layer for routes in all_routes] == ["blocks.1.mlp (call 1)", "blocks.2.mlp", "blocks.1.mlp (call 2)"]
+    assert [routes.layer for routes in all_routes] == [
+        "blocks.1.mlp (call 1)",
+        "blocks.2.mlp",
+        "blocks.1.mlp (call 2)",
+    ]
     assert not torch.equal(all_routes[0].count_IME, all_routes[2].count_IME)
     assert summarize_all(all_routes, 0.1)["routing_degree"] == 4**3
 
@@ -128,7 +146,9 @@ def counted(count_IME, labels):
 
 
 def made_up(expert_of_image, experts, labels):
-    return counted(nn.functional.one_hot(torch.tensor(expert_of_image), experts).int().unsqueeze(1), labels)
+    return counted(
+        nn.functional.one_hot(torch.tensor(expert_of_image), experts).int().unsqueeze(1), labels
+    )
 
 
 def mutual_information(count_CE):
@@ -148,9 +168,13 @@ def test_the_classs_information_is_the_mutual_information_over_the_entropy_of_th
     own = np.outer(joint.sum(1), joint.sum(0))
     expert = joint.sum(0)
     expected = (joint * np.log(joint / own)).sum() / -(expert * np.log(expert)).sum()
-    assert counted(torch.tensor([[[30, 10]], [[20, 40]]]), [0, 1]).class_information() == pytest.approx(expected)
+    assert counted(
+        torch.tensor([[[30, 10]], [[20, 40]]]), [0, 1]
+    ).class_information() == pytest.approx(expected)
     # of two members with experts of their own, to which the class says all and nothing
-    members = counted(torch.tensor([[[9, 0, 0, 0], [0, 0, 5, 4]], [[0, 9, 0, 0], [0, 0, 5, 4]]]), [0, 1])
+    members = counted(
+        torch.tensor([[[9, 0, 0, 0], [0, 0, 5, 4]], [[0, 9, 0, 0], [0, 0, 5, 4]]]), [0, 1]
+    )
     nothing = -(5 / 9 * np.log(5 / 9) + 4 / 9 * np.log(4 / 9))
     expected = np.log(2) / (np.log(2) + nothing)
     assert members.class_information() == pytest.approx(expected)
@@ -167,8 +191,12 @@ def test_mutual_information_by_chance_is_that_of_a_router_that_ignores_classes()
     routes = made_up(random.integers(0, 4, 200).tolist(), 4, labels)
     summary = summarize(routes, 0.05)
     entropy = summary["mutual_information"] / summary["normalized"]
-    information, chance = routes.mutual_information(), entropy * routes.class_information_by_chance()
-    assert chance == pytest.approx(19 * 3 / (2 * 200), rel=0.3)  # the bias of the estimate, (C - 1)(E - 1) / 2n
+    information, chance = (
+        routes.mutual_information(),
+        entropy * routes.class_information_by_chance(),
+    )
+    # The bias of the estimate, (C - 1)(E - 1) / 2n.
+    assert chance == pytest.approx(19 * 3 / (2 * 200), rel=0.3)
     assert abs(information - chance) < 0.05
     assert not summary["kept"]
 
@@ -227,7 +255,10 @@ def test_the_command(splits, tmp_path, capsys):
         routes_of(model, splits)[1].share_CE().flatten().tolist(), rel=1e-6
     )
     assert {row["class"] for row in rows} == set(CLASSES)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir())[:2] == ["routes.csv", "routes.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir())[:2] == [
+        "routes.csv",
+        "routes.json",
+    ]
     assert main(arguments) == 1
     assert "exists; pass --overwrite" in capsys.readouterr().err
     assert main([*arguments, "--overwrite"]) == 0
@@ -237,19 +268,27 @@ def test_without_matplotlib_all_but_the_plot_is_written(splits, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(command(tmp_path, make_model(), "vit_tiny_moe", splits)) == 0
     assert "needs matplotlib: pip install 'timm_moe[evaluate]'." in caplog.text
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["routes.csv", "routes.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "routes.csv",
+        "routes.json",
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vit_tiny_patch16_224", "This VisionTransformer has no expert layers, so nothing is routed."),
+        (
+            "vit_tiny_patch16_224",
+            "This VisionTransformer has no expert layers, so nothing is routed.",
+        ),
         ("vit_tiny_ewa_moe", "No token of this model chooses its experts"),
     ],
 )
 def test_models_without_routers(splits, tmp_path, monkeypatch, capsys, name, message):
     arguments = command(tmp_path, make_model(name), name, splits)
-    monkeypatch.setattr(timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("The model was run."))
+    monkeypatch.setattr(
+        timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("The model was run.")
+    )
     assert main(arguments) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -52,24 +52,33 @@ def masked_images(masked, model, classes=NAMES):
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.data())
 def test_majority_of_a_patch(batch, rows, columns, side, data):
-    numbers = st.lists(st.integers(0, 3), min_size=(size := batch * rows * columns * side**2), max_size=size)
+    numbers = st.lists(
+        st.integers(0, 3), min_size=(size := batch * rows * columns * side**2), max_size=size
+    )
     labels = torch.tensor(data.draw(numbers)).view(batch, rows * side, columns * side)
     majority = majority_labels(labels, (rows, columns)).view(batch, rows, columns)
     for image in range(batch):
         for row in range(rows):
             for column in range(columns):
-                patch = labels[image, row * side : (row + 1) * side, column * side : (column + 1) * side]
+                patch = labels[
+                    image, row * side : (row + 1) * side, column * side : (column + 1) * side
+                ]
                 assert majority[image, row, column] == patch.flatten().bincount().argmax()
 
 
 def test_images_and_masks_stay_aligned(masked):
     images = masked_images(masked, backbone(img_size=(24, 64)))
-    assert [image.relative_to(masked).as_posix() for image, _ in images.pairs][-1] == "images/city/d.jpg"
+    assert [image.relative_to(masked).as_posix() for image, _ in images.pairs][
+        -1
+    ] == "images/city/d.jpg"
     for image, labels in images:
         assert image.shape == (3, 24, 64)
         assert labels.shape == (24, 64)
         assert set(labels[:5, :15].flatten().tolist()) == {VOID}  # of 10 x 12 of 40 x 48 pixels
-        brightness = image[0] * images.transform.transforms[-1].std[0] + images.transform.transforms[-1].mean[0]
+        brightness = (
+            image[0] * images.transform.transforms[-1].std[0]
+            + images.transform.transforms[-1].mean[0]
+        )
         known = labels != VOID
         shown = (brightness * 255 / 80).round()
         assert (shown == labels)[known].float().mean() > 0.9
@@ -89,7 +98,9 @@ def test_patches_are_counted_by_their_label(masked, name, options, members):
     model = backbone(name, moe_layers="3", **options)
     ((path, layer),) = moe_layers(model).items()
     seen = []
-    layer.router.register_forward_hook(lambda _, args, routing: seen.append(routing.experts().view(len(args[0]), -1)))
+    layer.router.register_forward_hook(
+        lambda _, args, routing: seen.append(routing.experts().view(len(args[0]), -1))
+    )
     images = masked_images(masked, model)
     (routes,) = collect_patch_routes(model, images, HERE)
     tokens = model.num_prefix_tokens + model.patch_embed.num_patches
@@ -110,7 +121,9 @@ def test_patches_are_counted_by_their_label(masked, name, options, members):
     assert routes.layer == path
     assert routes.classes == NAMES
     assert routes.count_IME.sum() == expected.sum()
-    torch.testing.assert_close(routes.share_CE(), expected / expected.sum(1, keepdim=True).clamp(min=1))
+    torch.testing.assert_close(
+        routes.share_CE(), expected / expected.sum(1, keepdim=True).clamp(min=1)
+    )
     assert summarize(routes, 0.1)["experts_per_image"] == pytest.approx(np.mean(different))
     assert (routes.images(), len(routes.labels)) == (len(images), patches)
 
@@ -118,7 +131,17 @@ def test_patches_are_counted_by_their_label(masked, name, options, members):
 def command(masked, model, *options):
     export_moe(model, masked / "model", overwrite=True)
     where = ["--data-dir", str(masked / "images"), "--segmentation", str(masked / "masks")]
-    return ["routes", str(masked / "model"), str(masked / "out"), *where, "-j", "0", "--device", "cpu", *options]
+    return [
+        "routes",
+        str(masked / "model"),
+        str(masked / "out"),
+        *where,
+        "-j",
+        "0",
+        "--device",
+        "cpu",
+        *options,
+    ]
 
 
 def test_the_command(masked, capsys):
@@ -127,26 +150,44 @@ def test_the_command(masked, capsys):
     options = ["--ignore-index", str(VOID), "--class-map", str(masked / "classes.txt")]
     assert main(command(masked, model, *options)) == 0
     routes = collect_patch_routes(model, masked_images(masked, model), HERE)
-    assert f"images 4, patches {len(routes[0].labels)}, experts of an image" in capsys.readouterr().out
+    assert (
+        f"images 4, patches {len(routes[0].labels)}, experts of an image" in capsys.readouterr().out
+    )
     written = json.loads((masked / "out/routes.json").read_text())
     assert (written["images"], written["patches"]) == (4, len(routes[0].labels))
-    assert (written["segmentation"], written["ignore_index"], written["split"]) == (str(masked / "masks"), VOID, None)
+    assert (written["segmentation"], written["ignore_index"], written["split"]) == (
+        str(masked / "masks"),
+        VOID,
+        None,
+    )
     with open(masked / "out/routes.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["layer"] == routes[1].layer]
-    assert [float(row["share"]) for row in rows] == pytest.approx(routes[1].share_CE().flatten().tolist(), rel=1e-6)
+    assert [float(row["share"]) for row in rows] == pytest.approx(
+        routes[1].share_CE().flatten().tolist(), rel=1e-6
+    )
     assert [row["class"] for row in rows[::4]] == NAMES
 
 
 def test_without_names_classes_are_their_numbers(masked):
     model = backbone(routing_unit="token")
-    assert collect_patch_routes(model, masked_images(masked, model, classes=None), HERE)[0].classes == ["0", "1", "2"]
+    assert collect_patch_routes(model, masked_images(masked, model, classes=None), HERE)[
+        0
+    ].classes == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
     ("file", "pixels", "message"),
     [
-        ("masks/a.png", np.zeros((20, 48)), "images/a.jpg and its mask differ in size: 48 x 40 and 48 x 20 pixels."),
-        ("masks/a.png", np.full((40, 48), 3), "has the label 3, but there are 3 classes, 0 to 2, and 9 for pixels"),
+        (
+            "masks/a.png",
+            np.zeros((20, 48)),
+            "images/a.jpg and its mask differ in size: 48 x 40 and 48 x 20 pixels.",
+        ),
+        (
+            "masks/a.png",
+            np.full((40, 48), 3),
+            "has the label 3, but there are 3 classes, 0 to 2, and 9 for pixels",
+        ),
         ("masks/a.png", np.zeros((40, 48, 3)), "masks/a.png has 3 channels; it must have one"),
         ("masks/a.png", b"no image", "masks/a.png cannot be read: "),
         ("masks/e.png", np.zeros((40, 48)), "1 of 5 masks have no image of the same name, as "),
@@ -168,7 +209,14 @@ def test_bad_data(masked, capsys, workers, file, pixels, message):
         (masked / file).write_bytes(pixels)
     else:
         write(masked / file, pixels)
-    options = ["--ignore-index", str(VOID), "--class-map", str(masked / "classes.txt"), "-j", workers]
+    options = [
+        "--ignore-index",
+        str(VOID),
+        "--class-map",
+        str(masked / "classes.txt"),
+        "-j",
+        workers,
+    ]
     assert main(command(masked, backbone(routing_unit="token"), *options)) == 1
     (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert message in error
@@ -222,7 +270,10 @@ def test_masks_without_classes(masked):
 def test_models_whose_tokens_are_no_patches(masked):
     model = backbone("vit_tiny_moe")
     model.num_prefix_tokens = 0
-    with pytest.raises(ValueError, match="routes 17 rows of an image, which are not its 16 patches and 0 other tokens"):
+    with pytest.raises(
+        ValueError,
+        match="routes 17 rows of an image, which are not its 16 patches and 0 other tokens",
+    ):
         collect_patch_routes(model, masked_images(masked, model), HERE)
 
 

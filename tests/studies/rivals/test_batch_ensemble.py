@@ -19,7 +19,14 @@ from timm_moe.models.registered import weightless_model
 
 
 @settings(max_examples=25)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6), st.booleans(), st.booleans())
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.booleans(),
+    st.booleans(),
+)
 def test_a_layer_is_a_loop_over_its_members(members, images, rows, width, bias, normal):
     linear = nn.Linear(width, 3, bias=bias).double()
     layer = BatchEnsembleLinear(linear, members, "normal" if normal else "sign")
@@ -35,7 +42,8 @@ def test_a_layer_is_a_loop_over_its_members(members, images, rows, width, bias, 
     torch.testing.assert_close(layer(x), expected)
     learned = [x, *layer.parameters()]
     torch.testing.assert_close(
-        torch.autograd.grad(layer(x).square().sum(), learned), torch.autograd.grad(expected.square().sum(), learned)
+        torch.autograd.grad(layer(x).square().sum(), learned),
+        torch.autograd.grad(expected.square().sum(), learned),
     )
 
 
@@ -52,12 +60,16 @@ def test_members_begin_as_the_dense_network_but_for_their_factors(dense_vit, ima
         assert rows == [6, 18, 18, 18]  # blocks 1 and 3 have factors
         assert members.shape == (6, 3, 5)
         assert not torch.allclose(members[:, 0], members[:, 1])
-        torch.testing.assert_close(model(images), ensemble_log_probabilities(members.log_softmax(-1)))
+        torch.testing.assert_close(
+            model(images), ensemble_log_probabilities(members.log_softmax(-1))
+        )
         assert own_members(model, images).shape == (6, 3, 5)
         for name, parameter in model.named_parameters():
             if name.endswith("_factor"):
                 nn.init.ones_(parameter)
-        torch.testing.assert_close(model.forward_members(images), dense_vit(images)[:, None].expand(-1, 3, -1))
+        torch.testing.assert_close(
+            model.forward_members(images), dense_vit(images)[:, None].expand(-1, 3, -1)
+        )
     again = timm.create_model("vit_be_b32", ensemble_size=3, **SMALL_VIT)
     again.load_state_dict(model.state_dict())
     other = timm.create_model("vit_be_b32", **SMALL_VIT)
@@ -78,13 +90,19 @@ def test_factors_learn_at_their_own_rate_and_are_not_decayed(monkeypatch):
             rate[id(parameter)], decay[id(parameter)] = group["lr"], group["weight_decay"]
     for name, parameter in model.named_parameters():
         assert rate[id(parameter)] == (0.2 if name.endswith("_factor") else 0.1), name
-        undecayed = name.endswith(("bias", "_factor")) or "norm" in name or name in ("cls_token", "pos_embed")
+        undecayed = (
+            name.endswith(("bias", "_factor"))
+            or "norm" in name
+            or name in ("cls_token", "pos_embed")
+        )
         assert decay[id(parameter)] == (0 if undecayed else 0.05), name
     task = ClassificationTask(model, criterion=nn.CrossEntropyLoss())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     task(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3]))["loss"].backward()
     optimizer.step()
-    assert not [name for name, value in model.state_dict().items() if torch.equal(value, before[name])]
+    assert not [
+        name for name, value in model.state_dict().items() if torch.equal(value, before[name])
+    ]
     model.init_weights()
     assert not model.blocks[3].mlp.fc2.bias.any()
     assert 0.3 < model.blocks[3].mlp.fc2.output_factor.std() < 0.8
@@ -108,6 +126,8 @@ def test_what_is_not_possible_is_said(images, monkeypatch):
     monkeypatch.setattr(timm.optim, "create_optimizer_v2", timm.optim.create_optimizer_v2)
     CALLBACKS["factor_lr"]("2")
     with pytest.raises(ValueError, match="no factors"):
-        timm.optim.create_optimizer_v2(timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT), opt="sgd")
+        timm.optim.create_optimizer_v2(
+            timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT), opt="sgd"
+        )
     with pytest.raises(RuntimeError, match="unflatten"):
         BatchEnsembleLinear(nn.Linear(4, 4), 2)(torch.randn(3, 5, 4))

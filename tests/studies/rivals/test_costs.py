@@ -16,7 +16,8 @@ paper_figures = import_module("paper_figures")
 @pytest.mark.parametrize(
     ("name", "options", "computed", "printed"),
     [
-        # 9 blocks before the members part and 3 M after it; the paper does not say which operations count
+        # 9 blocks before the members part and 3 M after it; the paper does not say which operations
+        # count
         ("vit_be_b32", dict(ensemble_size=2), 90.0040, 94.8),
         ("vit_be_b32", dict(ensemble_size=4), 125.5046, 132.1),
         # V-MoE's, and M - 1 patch embeddings more
@@ -26,7 +27,9 @@ paper_figures = import_module("paper_figures")
         ("vmoe_mimo_b32", dict(ensemble_size=4, batch_repetitions=2), 182.7927, 185.4),
     ],
 )
-def test_the_cost_of_training_is_what_a_formula_says_and_near_the_papers(name, options, computed, printed):
+def test_the_cost_of_training_is_what_a_formula_says_and_near_the_papers(
+    name, options, computed, printed
+):
     cost = paper_figures.training_flops(weightless_model(name, img_size=384, **options)) / 2**30
     assert cost == pytest.approx(computed, rel=4e-4)  # each expert computes its spare slot too
     assert 0.94 < cost / printed < 1

@@ -42,17 +42,26 @@ def test_the_network_is_the_weighted_sum_of_the_experts(num_experts, width, trai
     share = layer.router.common_share
     logits = layer.router.logits
     expected = [share] * bool(share) + list((1 - share) * logits.exp() / logits.exp().sum())
-    torch.testing.assert_close(weights, torch.stack([torch.as_tensor(w, dtype=torch.float64) for w in expected]))
+    torch.testing.assert_close(
+        weights, torch.stack([torch.as_tensor(w, dtype=torch.float64) for w in expected])
+    )
     stacked = dict(layer.named_expert_parameters())
     hidden, out = (
-        {kind: sum(w * e for w, e in zip(weights, stacked[f"{fc}.{kind}"], strict=True)) for kind in ("weight", "bias")}
+        {
+            kind: sum(w * e for w, e in zip(weights, stacked[f"{fc}.{kind}"], strict=True))
+            for kind in ("weight", "bias")
+        }
         for fc in ("fc1", "fc2")
     )
-    by_hand = torch.nn.functional.gelu(x @ hidden["weight"].T + hidden["bias"]) @ out["weight"].T + out["bias"]
+    by_hand = (
+        torch.nn.functional.gelu(x @ hidden["weight"].T + hidden["bias"]) @ out["weight"].T
+        + out["bias"]
+    )
     torch.testing.assert_close(layer(x), by_hand)
     learned = [*stacked.values(), logits]
     torch.testing.assert_close(
-        torch.autograd.grad(layer(x).square().sum(), learned), torch.autograd.grad(by_hand.square().sum(), learned)
+        torch.autograd.grad(layer(x).square().sum(), learned),
+        torch.autograd.grad(by_hand.square().sum(), learned),
     )
 
 
@@ -79,7 +88,9 @@ def test_the_exported_model_is_stock_and_computes_the_same(images, tmp_path):
 def test_compiled_as_one_graph(images):
     model = fused_vit(common_share=0.5).eval()
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(images), model(images))
+        torch.testing.assert_close(
+            torch.compile(model, backend="aot_eager", fullgraph=True)(images), model(images)
+        )
 
 
 def test_experts_trained_otherwise_are_merged_from_equal_weights(images):
@@ -101,12 +112,16 @@ def test_weights_are_summed_in_float32_under_autocast_and_of_narrow_experts():
     weights = layer.router.weights().double()
     exact = sum(w * e.double() for w, e in zip(weights, layer.fc1.weight, strict=True))
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer._fused()["fc1.weight"].double(), exact, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            layer._fused()["fc1.weight"].double(), exact, rtol=1e-6, atol=1e-6
+        )
     layer.bfloat16()
     weights = layer.router.weights()
     assert weights.dtype == torch.float32
     exact = sum(w.double() * e.double() for w, e in zip(weights, layer.fc1.weight, strict=True))
-    torch.testing.assert_close(layer._fused()["fc1.weight"].double(), exact.bfloat16().double(), rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(
+        layer._fused()["fc1.weight"].double(), exact.bfloat16().double(), rtol=2**-8, atol=1e-6
+    )
 
 
 def test_loading_leaves_nothing_without_values_and_trained_weights_alone(images):
@@ -117,7 +132,9 @@ def test_loading_leaves_nothing_without_values_and_trained_weights_alone(images)
     torch.testing.assert_close(model.eval()(images), trained(images))
     model = fused_vit()
     logits = model.blocks[1].mlp.router.logits.clone()
-    model.load_state_dict({"blocks.1.mlp.fc1.weight": trained.blocks[1].mlp.fc1.weight}, strict=False)
+    model.load_state_dict(
+        {"blocks.1.mlp.fc1.weight": trained.blocks[1].mlp.fc1.weight}, strict=False
+    )
     assert torch.equal(model.blocks[1].mlp.router.logits, logits)
     routed = timm.create_model("vit_tiny_moe", **SMALL_VIT)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*router\.weight"):
@@ -148,7 +165,9 @@ def test_processes_that_hold_some_of_the_experts_cannot_merge_them(images):
 def test_experts_that_are_dropped_are_no_copies(dense_vit, recwarn):
     model = convert_to_moe(dense_vit, router="fused", expert_init="drop")
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).state_dict()
-    model.load_state_dict({**model.state_dict(), **{name: value for name, value in dense.items() if ".mlp." in name}})
+    model.load_state_dict(
+        {**model.state_dict(), **{name: value for name, value in dense.items() if ".mlp." in name}}
+    )
     weight = model.blocks[1].mlp.fc1.weight
     assert not torch.equal(weight[0], weight[1])
     assert not [warning for warning in recwarn if "copies" in str(warning.message)]
@@ -164,7 +183,9 @@ def test_offloaded_experts_are_merged_as_before(images):
 
 def test_adapters_are_merged_into_the_experts_first(images):
     peft = pytest.importorskip("peft", minversion="0.17")
-    config = peft.LoraConfig(r=2, target_parameters=["fc1.weight"], init_lora_weights=False, target_modules=[])
+    config = peft.LoraConfig(
+        r=2, target_parameters=["fc1.weight"], init_lora_weights=False, target_modules=[]
+    )
     adapted = peft.get_peft_model(fused_vit(), config).eval()
     with pytest.raises(ValueError, match="merge_and_unload"):
         to_dense(adapted)
@@ -188,9 +209,13 @@ def test_it_trains_and_is_reset(images):
         output = model(images)
     output.float().square().mean().backward()
     optimizer.step()
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    moved = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert {"blocks.1.mlp.router.logits", "blocks.1.mlp.fc1.weight"} <= moved
-    undecayed = next(group for group in optimizer.param_groups if not group["weight_decay"])["params"]
+    undecayed = next(group for group in optimizer.param_groups if not group["weight_decay"])[
+        "params"
+    ]
     assert any(parameter is model.blocks[1].mlp.router.logits for parameter in undecayed)
     model.init_weights()
     assert not model.blocks[1].mlp.router.logits.any()

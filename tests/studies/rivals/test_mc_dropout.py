@@ -31,7 +31,9 @@ def with_dropout(name="vit_small_moe", **options):
     return make_model(name, **{"expert_dropout": 0.5, **options})
 
 
-@pytest.mark.parametrize(("name", "first"), [("vit_small_moe", 1), ("widenet_b", 0), ("vit_tiny_ewa_moe", 1)])
+@pytest.mark.parametrize(
+    ("name", "first"), [("vit_small_moe", 1), ("widenet_b", 0), ("vit_tiny_ewa_moe", 1)]
+)
 def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
     model = with_dropout(name)
     x = torch.randn(4, 3, 32, 32)
@@ -39,7 +41,8 @@ def test_mc_dropout_samples_members_that_share_what_comes_before(name, first):
         alone = model(x)
         rows = []
         handles = [
-            block.register_forward_hook(lambda _, inputs, output: rows.append(len(output))) for block in model.blocks
+            block.register_forward_hook(lambda _, inputs, output: rows.append(len(output)))
+            for block in model.blocks
         ]
         samples = with_samples(model, 3).forward_members(x)
         for handle in handles:
@@ -61,8 +64,16 @@ PIT = dict(base_dims=[8, 8, 8], depth=[1, 2, 1], heads=[1, 1, 1], num_classes=5)
     [
         ("widenet_b", dict(SMALL_VIT, routing_groups=2), 32),
         ("pit_ti_distilled_224_ewa_moe", PIT, 224),
-        ("twins_svt_small_ewa_moe", dict(embed_dims=[8, 8, 8, 8], num_heads=[1, 1, 1, 1], depths=[2, 2, 2, 2]), 64),
-        ("coat_tiny_ewa_moe", dict(embed_dims=[8] * 4, serial_depths=[1] * 4, parallel_depth=2, num_heads=8), 224),
+        (
+            "twins_svt_small_ewa_moe",
+            dict(embed_dims=[8, 8, 8, 8], num_heads=[1, 1, 1, 1], depths=[2, 2, 2, 2]),
+            64,
+        ),
+        (
+            "coat_tiny_ewa_moe",
+            dict(embed_dims=[8] * 4, serial_depths=[1] * 4, parallel_depth=2, num_heads=8),
+            224,
+        ),
         (
             "crossvit_9_240_ewa_moe",
             dict(depth=[[1, 2, 0]], embed_dim=(8, 8), num_heads=(2, 2), mlp_ratio=(2, 2, 1)),
@@ -73,7 +84,11 @@ PIT = dict(base_dims=[8, 8, 8], depth=[1, 2, 1], heads=[1, 1, 1], num_classes=5)
             dict(embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2, num_heads_inner=2),
             224,
         ),
-        ("swin_tiny_patch4_window7_224_ewa_moe", dict(embed_dim=8, depths=[1, 2], num_heads=[1, 1]), 224),
+        (
+            "swin_tiny_patch4_window7_224_ewa_moe",
+            dict(embed_dim=8, depths=[1, 2], num_heads=[1, 1]),
+            224,
+        ),
     ],
 )
 def test_mc_dropout_of_models_that_branch(name, options, side):
@@ -90,7 +105,9 @@ def test_mc_dropout_of_models_that_branch(name, options, side):
 
 
 def test_mc_dropout_is_evaluated_as_members(splits):
-    result = evaluate([with_samples(with_dropout(), 4)], image_folder(splits, "val"), inference=HERE)
+    result = evaluate(
+        [with_samples(with_dropout(), 4)], image_folder(splits, "val"), inference=HERE
+    )
     assert result["members"] == 4
     assert result["pairwise_kl"] > 0
     models = [with_samples(with_dropout(name), 2) for name in ("vit_small_moe", "vit_tiny_ewa_moe")]
@@ -113,7 +130,11 @@ def test_mc_dropout_by_the_command(splits, tmp_path, monkeypatch):
     ("name", "options", "message"),
     [
         ("vit_tiny_patch16_224", {}, "no experts with dropout"),
-        ("vit_small_moe", {}, "no experts with dropout: train it with --model-kwargs expert_dropout"),
+        (
+            "vit_small_moe",
+            {},
+            "no experts with dropout: train it with --model-kwargs expert_dropout",
+        ),
         ("vmoe_pbe_s32", dict(num_experts=4), "has members of its own"),
     ],
 )

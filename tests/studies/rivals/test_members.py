@@ -21,7 +21,9 @@ PARTING = ("vmoe_pbe_s32", "vit_be_s32")
 
 def ensemble(name, **options):
     torch.manual_seed(0)
-    return timm.create_model(name, ensemble_size=2, **{**SMALL_VIT, "num_classes": 50, **NAMES[name], **options}).eval()
+    return timm.create_model(
+        name, ensemble_size=2, **{**SMALL_VIT, "num_classes": 50, **NAMES[name], **options}
+    ).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -65,8 +67,12 @@ def test_an_image_has_its_own_mask_in_all_members(name, positional):
     assert not torch.allclose(masked, model(images, attn_mask=of_all), atol=1e-4)
     alone = [model(images[[index]], attn_mask=of_images[[index]]) for index in range(3)]
     torch.testing.assert_close(torch.cat(alone), torch.cat(each))
-    features = model.forward_intermediates(images, attn_mask=of_images, output_fmt="NLC", intermediates_only=True)
-    alone = model.forward_intermediates(images[:1], attn_mask=of_all, output_fmt="NLC", intermediates_only=True)
+    features = model.forward_intermediates(
+        images, attn_mask=of_images, output_fmt="NLC", intermediates_only=True
+    )
+    alone = model.forward_intermediates(
+        images[:1], attn_mask=of_all, output_fmt="NLC", intermediates_only=True
+    )
     torch.testing.assert_close(features[-1][:1], alone[-1], rtol=1e-4, atol=1e-5)
 
 
@@ -78,7 +84,11 @@ def test_masks_of_images_in_training(name):
     if name in PARTING:
         assert model(images, attn_mask=mask).shape == (4, 2, 50)
         return
-    assert model(images, attn_mask=mask[0, 0]).shape == model(images, attn_mask=mask[:1]).shape == (4, 2, 50)
+    assert (
+        model(images, attn_mask=mask[0, 0]).shape
+        == model(images, attn_mask=mask[:1]).shape
+        == (4, 2, 50)
+    )
 
 
 @torch.no_grad()

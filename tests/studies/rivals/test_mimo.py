@@ -20,7 +20,13 @@ BOTH = ("vit_mimo_s32", "vmoe_mimo_s32")
 
 def mimo(name="vit_mimo_s32", **options):
     experts = (
-        dict(num_experts=4, noise_std=0, aux_loss="importance", aux_loss_weight=0.0, expert_dropout=0.0)
+        dict(
+            num_experts=4,
+            noise_std=0,
+            aux_loss="importance",
+            aux_loss_weight=0.0,
+            expert_dropout=0.0,
+        )
         if name.startswith("vmoe")
         else {}
     )
@@ -28,7 +34,9 @@ def mimo(name="vit_mimo_s32", **options):
 
 
 @settings(max_examples=40)
-@given(st.integers(4, 9), st.integers(1, 4), st.sampled_from([0.0, 0.3, 0.5, 0.75]), st.integers(1, 3))
+@given(
+    st.integers(4, 9), st.integers(1, 4), st.sampled_from([0.0, 0.3, 0.5, 0.75]), st.integers(1, 3)
+)
 def test_each_member_sees_each_image_equally_often(batch, members, input_repetition, repetitions):
     rows = batch * repetitions
     shuffled = int(rows * (1 - input_repetition))
@@ -43,7 +51,9 @@ def test_each_member_sees_each_image_equally_often(batch, members, input_repetit
     output = torch.randn(rows, members, 3)
     sorted_BNC = unmix(output, image_TM, batch)
     for image in range(batch):
-        own = torch.stack([output[t, m] for m in range(members) for t in range(rows) if image_TM[t, m] == image])
+        own = torch.stack(
+            [output[t, m] for m in range(members) for t in range(rows) if image_TM[t, m] == image]
+        )
         torch.testing.assert_close(sorted_BNC[image].sum(0), own.sum(0))
         assert sorted_BNC[image].shape == own.shape
 
@@ -64,11 +74,17 @@ def test_the_loss_is_that_of_a_loop_over_rows_and_members(name, target, images):
     rows = torch.stack([torch.cat([images[image_TM[t, m]] for m in range(3)]) for t in range(12)])
     logits = model.forward_head(model.forward_features(rows))
     assert logits.shape == (12, 3, 5)
-    losses = [criterion(logits[t, m][None], target[image_TM[t, m]][None]) for t in range(12) for m in range(3)]
+    losses = [
+        criterion(logits[t, m][None], target[image_TM[t, m]][None])
+        for t in range(12)
+        for m in range(3)
+    ]
     expected = torch.stack(losses).mean()
     torch.testing.assert_close(loss, expected)
     learned = [model.head.weight, model.patch_embed.proj.weight]
-    torch.testing.assert_close(torch.autograd.grad(loss, learned), torch.autograd.grad(expected, learned))
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, learned), torch.autograd.grad(expected, learned)
+    )
 
 
 @pytest.mark.parametrize("members", [1, 3])
@@ -78,28 +94,38 @@ def test_an_ordinary_checkpoint_is_repeated(members, dense_vit, images):
     model.load_state_dict(dense_vit.state_dict())
     features = dense_vit.forward_head(dense_vit.forward_features(images), pre_logits=True)
     logits = features @ dense_vit.head.weight.T / members + dense_vit.head.bias
-    torch.testing.assert_close(model.forward_members(images), logits[:, None].expand(-1, members, -1))
+    torch.testing.assert_close(
+        model.forward_members(images), logits[:, None].expand(-1, members, -1)
+    )
     torch.testing.assert_close(model(images), logits.log_softmax(1))
     several = [images, *torch.randn(members - 1, 6, 3, 32, 32)]
     mean = dense_vit.forward_features(torch.stack(several).mean(0))
-    torch.testing.assert_close(model.forward_features(torch.cat(several, 1)), mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model.forward_features(torch.cat(several, 1)), mean, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_experts_and_members_come_from_one_dense_checkpoint_or_a_v_moe(dense_vit, images):
-    vmoe = timm.create_model("vmoe_s32", num_experts=4, noise_std=0, aux_loss="importance", **SMALL_VIT).eval()
+    vmoe = timm.create_model(
+        "vmoe_s32", num_experts=4, noise_std=0, aux_loss="importance", **SMALL_VIT
+    ).eval()
     for source in (dense_vit, vmoe):
         model = mimo("vmoe_mimo_s32").eval()
         model.load_state_dict(source.state_dict())
         features = model.forward_head(model.forward_features(images), pre_logits=True)
         expected = features @ source.head.weight.T / 2 + source.head.bias
-        torch.testing.assert_close(model.forward_members(images), expected[:, None].expand(-1, 2, -1))
+        torch.testing.assert_close(
+            model.forward_members(images), expected[:, None].expand(-1, 2, -1)
+        )
 
 
 def test_a_checkpoint_of_its_own_loads_and_others_are_refused():
     model = mimo(ensemble_size=2)
     again = mimo(ensemble_size=2)
     again.load_state_dict(model.state_dict())
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items()
+    )
     with pytest.raises(RuntimeError, match="size mismatch"):
         mimo(ensemble_size=4).load_state_dict(model.state_dict())
 
@@ -185,8 +211,12 @@ def test_options_out_of_range(options, message):
 
 def test_a_batch_too_small_to_be_mixed():
     model = mimo()
-    with pytest.raises(ValueError, match=r"A batch of 2 with input_repetition=0\.5 leaves nothing to shuffle"):
+    with pytest.raises(
+        ValueError, match=r"A batch of 2 with input_repetition=0\.5 leaves nothing to shuffle"
+    ):
         model(torch.randn(2, 3, 32, 32))
-    with pytest.raises(ValueError, match=r"A batch of 8 with input_repetition=1 leaves nothing to shuffle"):
+    with pytest.raises(
+        ValueError, match=r"A batch of 8 with input_repetition=1 leaves nothing to shuffle"
+    ):
         mimo(input_repetition=1)(torch.randn(8, 3, 32, 32))
     assert model.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 5)

@@ -31,14 +31,36 @@ def images(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rivals_train_resume_validate_and_evaluate(images, tmp_path, name):
-    model = ["--model", name, "--img-size", 32, "--num-classes", 3, "--model-kwargs", *SIZE, *MODELS[name]]
+    model = [
+        "--model",
+        name,
+        "--img-size",
+        32,
+        "--num-classes",
+        3,
+        "--model-kwargs",
+        *SIZE,
+        *MODELS[name],
+    ]
     options = [*model, "--model-ema", "--layer-decay", "0.9"]
     train(tmp_path, images, *options, "--experiment", "a", epochs=2, **BY_STUDIES)
     top1 = float(summary(tmp_path / "output/train/a")[-1]["eval_top1"])
     checkpoint = tmp_path / "output/train/a/last.pth.tar"
-    validated = validate(tmp_path, images, *model, "--checkpoint", checkpoint, "--use-ema", **BY_STUDIES)
+    validated = validate(
+        tmp_path, images, *model, "--checkpoint", checkpoint, "--use-ema", **BY_STUDIES
+    )
     assert validated == f"{top1:.3f}"
-    train(tmp_path, images, *options, "--experiment", "b", "--resume", checkpoint, epochs=3, **BY_STUDIES)
+    train(
+        tmp_path,
+        images,
+        *options,
+        "--experiment",
+        "b",
+        "--resume",
+        checkpoint,
+        epochs=3,
+        **BY_STUDIES,
+    )
     options = ["--json", tmp_path / "a.json", "--data-dir", images]
     command = [sys.executable, "-m", "studies.evaluation", str(checkpoint), *map(str, options)]
     done = run_new(command, cwd=ROOT)
@@ -46,12 +68,25 @@ def test_rivals_train_resume_validate_and_evaluate(images, tmp_path, name):
     members = {"vmoe_mimo_s32": 2, "vit_mimo_s32": 3, "vit_be_s32": 2}[name]
     assert json.loads((tmp_path / "a.json").read_text())["metrics"]["members"] == members
     assert (
-        script.main("timm-moe", "evaluate", str(checkpoint), "--data-dir", str(images), "--split", "test", "-j0") == 0
+        script.main(
+            "timm-moe",
+            "evaluate",
+            str(checkpoint),
+            "--data-dir",
+            str(images),
+            "--split",
+            "test",
+            "-j0",
+        )
+        == 0
     )
     if name == "vmoe_mimo_s32":
         folder = str(tmp_path / "dense")
         assert script.main("timm-moe", "export", str(checkpoint), folder) == 0
-        assert json.loads((tmp_path / "dense/config.json").read_text())["architecture"] == "vit_mimo_s32"
+        assert (
+            json.loads((tmp_path / "dense/config.json").read_text())["architecture"]
+            == "vit_mimo_s32"
+        )
 
 
 def test_what_is_no_script_is_said():

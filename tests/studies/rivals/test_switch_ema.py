@@ -44,7 +44,10 @@ def test_switch_ema_is_its_definition():
 
 
 def test_a_step_that_the_scaler_skips_does_not_count():
-    weight, scaler = torch.nn.Parameter(torch.tensor([1.0])), torch.amp.GradScaler("cpu", init_scale=1.0)
+    weight, scaler = (
+        torch.nn.Parameter(torch.tensor([1.0])),
+        torch.amp.GradScaler("cpu", init_scale=1.0),
+    )
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
     switch = SwitchEma(optimizer, decay=0.5, interval=2)
     for factor in (1.0, torch.inf, 1.0):
@@ -60,7 +63,8 @@ def test_a_switch_holds_for_the_slow_weights_of_lookahead():
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     optimizer = Lookahead(torch.optim.SGD([weight], lr=1.0), alpha=0.5, k=1)
     SwitchEma(optimizer, decay=0.5, interval=2)
-    # Lookahead's first step keeps the weights, a later one takes half of the way; each second one ends at the average.
+    # Lookahead's first step keeps the weights, a later one takes half of the way; each second one
+    # ends at the average.
     for expected in (4.0, 4.0, 4.5, 4.625, 5.125, 5.25):
         weight.grad = torch.tensor([-1.0])
         optimizer.step()
@@ -83,7 +87,8 @@ def test_a_switch_holds_for_a_wider_copy():
     weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
     optimizer = WithCopies([weight], lr=1.0)
     SwitchEma(optimizer, decay=0.5, interval=2)
-    for expected in (2.0, 2.25, 3.25, 3.5):  # after the second and the fourth step it is the average
+    # After the second and the fourth step it is the average.
+    for expected in (2.0, 2.25, 3.25, 3.5):
         weight.grad = torch.tensor([-1.0], dtype=torch.bfloat16)
         optimizer.step()
         assert weight.item() == pytest.approx(expected, rel=1e-2), expected

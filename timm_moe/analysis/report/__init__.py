@@ -41,7 +41,8 @@ def write_report(
 ) -> Path:
     """Run classifiers on images and write a page about them that needs no network, ``index.html``.
 
-    The section on the training run comes from the ``summary.csv`` and ``experts.json`` beside a train.py checkpoint.
+    The section on the training run comes from the ``summary.csv`` and ``experts.json`` beside a
+    train.py checkpoint.
 
     Args:
         sources: of the models, as :func:`timm_moe.checkpoints.source.load_source` takes them.
@@ -60,12 +61,17 @@ def write_report(
         OSError: if the page cannot be written.
     """
     inference, classes = inference or Inference(), len(class_names(images))
-    runs = [run_section(_run_folder(source), classes) for source in sources]  # first, as a file may be damaged
+    # First, as a file may be damaged.
+    runs = [run_section(_run_folder(source), classes) for source in sources]
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
     names = _short_names([describe_source(source) for source in sources])
-    architectures = [get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models]
+    architectures = [
+        get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models
+    ]
     described = [  # before the images are run on, as a file may be damaged here too
-        model_section(model, measure(copy.deepcopy(model).to("meta"), name), find_history(source, model))
+        model_section(
+            model, measure(copy.deepcopy(model).to("meta"), name), find_history(source, model)
+        )
         for source, name, model in zip(sources, architectures, models, strict=True)
     ]
     sections: list[dict[str, Section]] = [{}, {}, {}, {}]
@@ -86,13 +92,16 @@ def write_report(
     )
     file = Path(output_dir) / FILE
     with written_whole(file) as partial:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
+        # Names of files may be no text.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     return file
 
 
 def _run_folder(source: Source) -> Path | None:
     """train.py's folder, if a source is a file in it."""
-    return None if isinstance(source, nn.Module) or not Path(source).is_file() else Path(source).parent
+    return (
+        None if isinstance(source, nn.Module) or not Path(source).is_file() else Path(source).parent
+    )
 
 
 def _short_names(names: Sequence[str]) -> list[str]:

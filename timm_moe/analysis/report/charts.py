@@ -8,7 +8,8 @@ import altair as alt
 
 from ..colours import COLOURS
 
-#: Ratio of the largest to the smallest value above which an axis is logarithmic, and steps of an axis of epochs.
+#: Ratio of the largest to the smallest value above which an axis is logarithmic, and steps of an
+#: axis of epochs.
 WIDE, TICKS = 100, 8
 Rows = Sequence[Mapping[str, Any]]
 
@@ -27,7 +28,11 @@ def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.C
         x=alt.X("epoch:Q", title="epoch", axis=alt.Axis(format="d", values=ticks)),
         y=alt.Y("value:Q", title=y_title, axis=axis, scale=scale),
         **_series(series, legend),
-        tooltip=[f"{series}:N", "epoch:Q", alt.Tooltip("value:Q", format=".1%" if percent else ".4")],
+        tooltip=[
+            f"{series}:N",
+            "epoch:Q",
+            alt.Tooltip("value:Q", format=".1%" if percent else ".4"),
+        ],
     )
 
 
@@ -44,10 +49,14 @@ def loads(rows: Rows, even: float | None) -> Any:
         line = alt.MarkDef("rule", color=COLOURS[4], strokeDash=[4, 4], strokeWidth=2, aria=False)
         layers.append(_chart([{}]).properties(mark=line).encode(y=alt.datum(even)))
     # The bars have no data of their own, so that they show the choice from the whole chart's data.
-    return alt.layer(*layers, data=alt.Data(values=list(rows))).properties(width="container", height=240)
+    return alt.layer(*layers, data=alt.Data(values=list(rows))).properties(
+        width="container", height=240
+    )
 
 
-def heatmap(rows: Rows, x_title: str, value_title: str, highest: float, percent: bool = False) -> alt.Chart:
+def heatmap(
+    rows: Rows, x_title: str, value_title: str, highest: float, percent: bool = False
+) -> alt.Chart:
     """Draw a cell for each pair of an ``expert`` and an ``other``; a larger ``value`` is darker, up to the highest."""
     colours = alt.Scale(scheme="cividis", reverse=True, domain=[0, highest], clamp=True)
     legend = alt.Legend(format="%" if percent else ".2")
@@ -67,14 +76,20 @@ def histogram(rows: Rows, series: str, x_title: str, y_title: str) -> alt.Chart:
         x=alt.X("value:Q", title=x_title, axis=alt.Axis(format="%")),
         y=alt.Y("share:Q", title=y_title, axis=alt.Axis(format="%")),
         **_series(series),
-        tooltip=[f"{series}:N", alt.Tooltip("value:Q", format=".0%"), alt.Tooltip("share:Q", format=".1%")],
+        tooltip=[
+            f"{series}:N",
+            alt.Tooltip("value:Q", format=".0%"),
+            alt.Tooltip("share:Q", format=".1%"),
+        ],
     )
 
 
 def reliability(rows: Rows) -> Any:
     """Draw accuracy against confidence in bins, beside the diagonal of a perfectly calibrated classifier."""
     ends = _chart([{"confidence": end, "accuracy": end} for end in (0, 1)])
-    diagonal = ends.mark_line(color=COLOURS[6], strokeDash=[4, 4]).encode(x="confidence:Q", y="accuracy:Q")
+    diagonal = ends.mark_line(color=COLOURS[6], strokeDash=[4, 4]).encode(
+        x="confidence:Q", y="accuracy:Q"
+    )
     percent = alt.Axis(format="%")
     shares = [alt.Tooltip(f"{name}:Q", format=".1%") for name in ("confidence", "accuracy")]
     points = _chart(rows).mark_line(point=True)
@@ -92,7 +107,9 @@ def chosen(chart: Any, field: str, label: str) -> Any:
     options = list(dict.fromkeys(row[field] for row in chart.data.values))
     if len(options) < 2:
         return chart
-    choice = alt.param(name=field, value=options[-1], bind=alt.binding_select(options=options, name=f"{label} "))
+    choice = alt.param(
+        name=field, value=options[-1], bind=alt.binding_select(options=options, name=f"{label} ")
+    )
     return chart.add_params(choice).transform_filter(f"datum.{field} === {field}")
 
 

@@ -1,7 +1,7 @@
 """One pass of a classifier over a folder of images: its predictions and the decisions of its routers.
 
-Shape suffixes: I images, B images of a batch, S images that are shown, N rows of an image in a layer, P patches,
-E experts, M members of an ensemble inside one model (1 without).
+Shape suffixes: I images, B images of a batch, S images that are shown, N rows of an image in a
+layer, P patches, E experts, M members of an ensemble inside one model (1 without).
 """
 
 import math
@@ -22,7 +22,8 @@ from ..routes.mixtures import Mixture, add_calls, mixing_layers
 from ..routes.statistics import RouterCall, RouterWatcher, Routes, patch_grid
 from ..rows import Rows
 
-#: Images that are shown with their patches; patches that are shown of each expert, at most one of an image.
+#: Images that are shown with their patches; patches that are shown of each expert, at most one of
+#: an image.
 SHOWN, SUREST = 12, 8
 #: Bins of the histogram of entropies, from 0 to 1.
 ENTROPY_BINS = 20
@@ -42,15 +43,18 @@ class LayerObservation:
     """The decisions of a router in one call of a forward in evaluation, gathered batch by batch."""
 
     by_image: bool  #: all rows of an image go together
-    grid: tuple[int, int] | None  #: rows and columns of the patches; None if the rows are not patches
+    # : rows and columns of the patches; None if the rows are not patches.
+    grid: tuple[int, int] | None
     surest: list[list[Patch]]  #: patches with the largest gates of each expert
     dropped: int = 0  #: number of choices that found no place
-    #: (ENTROPY_BINS,) rows by the entropy of their router's probabilities over its maximum; None without probabilities
+    #: (ENTROPY_BINS,) rows by the entropy of their router's probabilities over its maximum; None
+    #: without probabilities
     entropy: Tensor | None = None
     #: first choice of each patch of the images that are shown, E for one that was dropped
     expert_SMP: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))
     gate_SMP: Tensor = field(default_factory=partial(torch.empty, 0))  #: its probability
-    next_EE: Tensor | None = None  #: rows by their first choices here and in the next layer; None for the last one
+    # : rows by their first choices here and in the next layer; None for the last one.
+    next_EE: Tensor | None = None
     routes: Routes = None  # type: ignore[assignment]  #: the choices before capacities, after the last batch
 
     @property
@@ -58,7 +62,9 @@ class LayerObservation:
         """The expert layer and the number of the call, if there are several."""
         return self.routes.layer
 
-    def add(self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]) -> None:
+    def add(
+        self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]
+    ) -> None:
         """Take in a batch and the indices of its images that are shown."""
         kept_TK, first_T = call.kept_TK, call.chosen_TK[:, 0]
         copies, gate = call.layer.router.copies(), torch.ones(len(kept_TK))
@@ -66,7 +72,9 @@ class LayerObservation:
         if probability is not None:
             width = probability.shape[-1]  # the experts of a member
             gate = probability.gather(1, first_T[:, None] % width)[:, 0]
-            entropy = torch.special.entr(probability.cpu().double()).sum(-1) / math.log(max(2, width))
+            entropy = torch.special.entr(probability.cpu().double()).sum(-1) / math.log(
+                max(2, width)
+            )
             histogram = torch.histc(entropy.float(), ENTROPY_BINS, 0, 1)
             self.entropy = histogram if self.entropy is None else self.entropy + histogram
         elif (weights := call.routing.weights()) is not None:
@@ -91,7 +99,12 @@ class LayerObservation:
 
     def add_pairs(self, following: "LayerObservation") -> None:
         """Count the last batch's rows by their experts here and in the next layer, if it sees the same rows."""
-        here_T, there_T, here, there = self.first_T, following.first_T, len(self.surest), len(following.surest)
+        here_T, there_T, here, there = (
+            self.first_T,
+            following.first_T,
+            len(self.surest),
+            len(following.surest),
+        )
         if len(here_T) != len(there_T):
             return
         known = (here_T < here) & (there_T < there)
@@ -99,11 +112,17 @@ class LayerObservation:
         pairs_EE = index.bincount(minlength=here * there).view(here, there).cpu()
         self.next_EE = pairs_EE if self.next_EE is None else self.next_EE + pairs_EE
 
-    def _add_surest(self, expert_BMP: Tensor, gate_BMP: Tensor, pixels_B: Tensor, labels_B: Tensor) -> None:
+    def _add_surest(
+        self, expert_BMP: Tensor, gate_BMP: Tensor, pixels_B: Tensor, labels_B: Tensor
+    ) -> None:
         for expert, best in enumerate(self.surest):
             gate_B, patch_B = torch.where(expert_BMP == expert, gate_BMP, -1.0).amax(1).max(1)
             best += [
-                Patch(gate_B[index].item(), self._around(pixels_B[index], int(patch_B[index])), int(labels_B[index]))
+                Patch(
+                    gate_B[index].item(),
+                    self._around(pixels_B[index], int(patch_B[index])),
+                    int(labels_B[index]),
+                )
                 for index in gate_B.argsort(descending=True).tolist()[:SUREST]
                 if gate_B[index] >= 0
             ]
@@ -134,12 +153,17 @@ class Observation:
     layers: list[LayerObservation]  #: the routed layers, in the order of their calls
     shown: list[int]  #: numbers of the images that are shown
     shown_pixels: Tensor  #: (S, 3, H, W) bytes, the model's input
-    mixtures: list[Mixture] = field(default_factory=list)  #: the layers of Soft MoE and Expert Choice
+    # : the layers of Soft MoE and Expert Choice.
+    mixtures: list[Mixture] = field(default_factory=list)
 
 
 @torch.inference_mode()
 def observe(
-    model: nn.Module, name: str, images: ImageDataset, ood_images: ImageDataset | None, inference: Inference
+    model: nn.Module,
+    name: str,
+    images: ImageDataset,
+    ood_images: ImageDataset | None,
+    inference: Inference,
 ) -> Observation:
     """Run a classifier from :func:`timm_moe.analysis.data.load_classifiers` on images; its name is for messages.
 
@@ -148,11 +172,14 @@ def observe(
     """
     figures = Figures(model.num_classes)  # type: ignore[arg-type]
     number = min(len(images), SHOWN)
-    shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]  # evenly spread
+    # Evenly spread.
+    shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]
     labels, predicted, pixels = Rows(), Rows(), []
     layers: dict[str, LayerObservation] = {}
     mixtures: dict[str, Mixture] = {}
-    routed = {path: layer for path, layer in moe_layers(model).items() if layer.router.depends_on_input}
+    routed = {
+        path: layer for path, layer in moe_layers(model).items() if layer.router.depends_on_input
+    }
     first = 0
     with RouterWatcher({**routed, **mixing_layers(model)}) as watcher:
         for (x,), log_p_BMC, label_B in predictions([model], [name], images, inference):

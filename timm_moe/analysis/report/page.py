@@ -15,7 +15,12 @@ _TEXT = {"labelColor": "currentColor", "titleColor": "currentColor"}
 CONFIG = {
     "background": None,
     "view": {"stroke": "transparent"},
-    "axis": {**_TEXT, "tickColor": "currentColor", "domainColor": "currentColor", "gridColor": "#88888855"},
+    "axis": {
+        **_TEXT,
+        "tickColor": "currentColor",
+        "domainColor": "currentColor",
+        "gridColor": "#88888855",
+    },
     "legend": {**_TEXT, "orient": "bottom", "columns": 4, "labelLimit": 320},
     "font": "system-ui, sans-serif",
 }
@@ -48,7 +53,8 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
     Args:
         title: heading of the page.
         subtitle: a line below it.
-        sections: for each kind of section one of each model, by the model's name; a kind without any is left out.
+        sections: for each kind of section one of each model, by the model's name; a kind without
+            any is left out.
     """
     folder = files(__package__)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -57,7 +63,11 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
     return template.render(
         title=title,
         subtitle=subtitle,
-        sections=[(next(iter(of_models.values())), _rows(of_models)) for of_models in sections if of_models],
+        sections=[
+            (next(iter(of_models.values())), _rows(of_models))
+            for of_models in sections
+            if of_models
+        ],
         several=any(len(of_models) > 1 for of_models in sections),
         config=CONFIG,
         version=__version__,

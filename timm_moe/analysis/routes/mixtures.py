@@ -2,8 +2,8 @@
 
 Slots are shown as in the paper of Soft MoE (arXiv 2308.00951, appendix G).
 
-Shape suffixes: B images of a batch, I images that are shown, N tokens of an image, E experts, S slots of all experts,
-M maps of an image.
+Shape suffixes: B images of a batch, I images that are shown, N tokens of an image, E experts, S
+slots of all experts, M maps of an image.
 """
 
 import math
@@ -43,7 +43,10 @@ class Mixture:
         """Take in what the router gave for so many images, and the indices of images that are shown."""
         if self.is_soft:
             weight_BMN, combine_BNS = output[0].mT, output[1]
-            figures = {"tokens_per_slot": _perplexity(weight_BMN), "slots_per_token": _perplexity(combine_BNS)}
+            figures = {
+                "tokens_per_slot": _perplexity(weight_BMN),
+                "slots_per_token": _perplexity(combine_BNS),
+            }
         else:
             count_BN = (output.experts() < self.router.num_experts).sum(1).view(images, -1)
             weight_BMN = count_BN.unsqueeze(1)
@@ -57,12 +60,17 @@ class Mixture:
     def summary(self) -> dict[str, Any]:
         """Give the numbers of the layer, means over the images.
 
-        ``tokens_per_slot`` is the exponential of the entropy of a slot's weights, averaged over the slots: 1 for a slot
-        of a single token, N for an even mean. ``slots_per_token`` is the same for the weights of a token's output.
-        ``share_by_experts`` are the shares of the tokens that 0, 1, ... E experts took.
+        ``tokens_per_slot`` is the exponential of the entropy of a slot's weights, averaged over the
+        slots: 1 for a slot of a single token, N for an even mean. ``slots_per_token`` is the same
+        for the weights of a token's output. ``share_by_experts`` are the shares of the tokens that
+        0, 1, ... E experts took.
         """
         means = {name: total / self.images for name, total in self._sums.items()}
-        size = {"layer": self.layer, "experts": self.router.num_experts, "tokens": self._shown[0].shape[1]}
+        size = {
+            "layer": self.layer,
+            "experts": self.router.num_experts,
+            "tokens": self._shown[0].shape[1],
+        }
         if not self.is_soft:
             return {**size, "share_by_experts": means["share_by_experts"].tolist()}
         size["slots"] = len(means["tokens_per_slot"])
@@ -73,13 +81,18 @@ class Mixture:
         if self.is_soft:
             mixed = f"a slot mixes {own['tokens_per_slot']:.1f} of {own['tokens']} tokens"
             return f"{self.layer}: {mixed}, a token {own['slots_per_token']:.1f} of {own['slots']} slots."
-        shares = (f"{share:.1%} have {number}" for number, share in enumerate(own["share_by_experts"]) if share)
+        shares = (
+            f"{share:.1%} have {number}"
+            for number, share in enumerate(own["share_by_experts"])
+            if share
+        )
         return f"{self.layer}: of the tokens, {', '.join(shares)} of {own['experts']} experts."
 
     def maps(self) -> dict[str, Tensor]:
         """Give weights of the patches of the images that are shown, (I, rows, columns), by their names.
 
-        These are the slots that mix the fewest tokens; in Expert Choice the number of experts of each patch.
+        These are the slots that mix the fewest tokens; in Expert Choice the number of experts of
+        each patch.
         """
         if self.grid is None:
             return {}
@@ -88,7 +101,10 @@ class Mixture:
             return {"number of experts": patch_IMP[:, 0]}
         each = self.router.slots_per_expert
         sharpest = self._sums["tokens_per_slot"].argsort(stable=True)[:SHOWN_SLOTS].tolist()
-        names = (f"expert {slot // each}" + (f", slot {slot % each}" if each > 1 else "") for slot in sharpest)
+        names = (
+            f"expert {slot // each}" + (f", slot {slot % each}" if each > 1 else "")
+            for slot in sharpest
+        )
         return {name: patch_IMP[:, slot] for name, slot in zip(names, sharpest, strict=True)}
 
 
@@ -100,11 +116,17 @@ def _perplexity(weights: Tensor) -> Tensor:
 def mixing_layers(model: nn.Module) -> dict[str, MoeMlp]:
     """Find the layers of Soft MoE and Expert Choice, in which no token chooses its experts by itself."""
     kinds = (SoftRouter, ExpertChoiceRouter)
-    return {name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, kinds)}
+    return {
+        name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, kinds)
+    }
 
 
 def add_calls(
-    mixtures: dict[str, Mixture], calls: Sequence[RouterCall], model: nn.Module, images: Tensor, shown: Sequence[int]
+    mixtures: dict[str, Mixture],
+    calls: Sequence[RouterCall],
+    model: nn.Module,
+    images: Tensor,
+    shown: Sequence[int],
 ) -> None:
     """Add a batch's calls to the mixtures by name: of images, (B, 3, H, W), the ones with these indices are shown."""
     for call in calls:
@@ -113,12 +135,15 @@ def add_calls(
         if call.name not in mixtures:
             grid = patch_grid(model, call.x, images.shape[2:])
             mixtures[call.name] = Mixture(call.name, call.layer.router, grid)
-        members = len(call.x) // len(images)  # an ensemble's layer sees an image once for each; the first is shown
+        # An ensemble's layer sees an image once for each; the first is shown.
+        members = len(call.x) // len(images)
         mixtures[call.name].add(call.routing, len(call.x), [members * index for index in shown])
 
 
 @torch.inference_mode()
-def collect_mixtures(model: nn.Module, images: ImageDataset, inference: Inference) -> tuple[list[Mixture], Tensor]:
+def collect_mixtures(
+    model: nn.Module, images: ImageDataset, inference: Inference
+) -> tuple[list[Mixture], Tensor]:
     """Run a model on images: the numbers of its layers with maps of the first image, and its bytes, (3, H, W)."""
     mixtures: dict[str, Mixture] = {}
     first: list[Tensor] = []

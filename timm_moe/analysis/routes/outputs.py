@@ -28,18 +28,21 @@ def table(summary: Mapping[str, Any]) -> str:
     layers = summary["layers"]
     width = max(len("layer"), *(len(layer["layer"]) for layer in layers))
     lines = [
-        f"{'layer':<{width}}  experts  largest share  I(class; expert)  / H(expert)  by chance  experts/image  kept"
+        f"{'layer':<{width}}  experts  largest share  I(class; expert)  / H(expert)  by chance  "
+        "experts/image  kept"
     ]
     for layer in layers:
         lines += [
-            f"{layer['layer']:<{width}}  {layer['experts']:>7}  {layer['mean_largest_share']:>13.1%}"
-            f"  {layer['mutual_information']:>11.3f} nats  {layer['normalized']:>11.3f}"
-            f"  {layer['by_chance']:>9.3f}  {layer['experts_per_image']:>13.2f}"
-            f"  {'yes' if layer['kept'] else 'no':>4}",
+            f"{layer['layer']:<{width}}  {layer['experts']:>7}  "
+            f"{layer['mean_largest_share']:>13.1%}  {layer['mutual_information']:>11.3f} nats  "
+            f"{layer['normalized']:>11.3f}  {layer['by_chance']:>9.3f}  "
+            f"{layer['experts_per_image']:>13.2f}  {'yes' if layer['kept'] else 'no':>4}",
             f"{'  load, %':<{width}}  " + " ".join(f"{100 * share:.1f}" for share in layer["load"]),
         ]
     kept = ", ".join(layer["layer"] for layer in layers if layer["kept"]) or "none"
-    images = f"images {summary['images']:,}" + (f", patches {summary['patches']:,}" if "patches" in summary else "")
+    images = f"images {summary['images']:,}" + (
+        f", patches {summary['patches']:,}" if "patches" in summary else ""
+    )
     lines += [
         f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}",
         f"routing degree {summary['routing_degree']:,}",
@@ -57,7 +60,10 @@ def class_shares(all_routes: Sequence[Routes]) -> Iterator[list[Any]]:
 
 
 def write_routes(
-    contents: dict[str, Any], rows: Iterable[Sequence[Any]] | None, draw: Callable[[Path], None], output_dir: str | Path
+    contents: dict[str, Any],
+    rows: Iterable[Sequence[Any]] | None,
+    draw: Callable[[Path], None],
+    output_dir: str | Path,
 ) -> None:
     """Write ``routes.json``, ``routes.csv`` and, if matplotlib is installed, ``routes.png`` to a folder.
 
@@ -72,14 +78,19 @@ def write_routes(
         folder.mkdir()
         write_json(folder / "routes.json", contents)
         if rows is not None:
-            with open(folder / "routes.csv", "w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
+            with open(
+                folder / "routes.csv", "w", encoding="utf-8", errors="backslashreplace", newline=""
+            ) as stream:
                 csv.writer(stream).writerows(rows)
         if find_spec("matplotlib") is None:
-            _logger.warning("There is no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'.")
+            _logger.warning(
+                "There is no routes.png, which needs matplotlib: pip install 'timm_moe[evaluate]'."
+            )
         else:
             from matplotlib import rc_context
 
-            with rc_context({"text.parse_math": False, "text.usetex": False}):  # a class may be called $x$
+            # A class may be called $x$.
+            with rc_context({"text.parse_math": False, "text.usetex": False}):
                 draw(folder / "routes.png")
         publish(folder, Path(output_dir), FILES)
 
@@ -87,7 +98,9 @@ def write_routes(
 def display_order(share_CE: Tensor) -> list[int]:
     """Classes sorted by their most chosen expert, then by its share, the largest first."""
     largest_C, expert_C = share_CE.max(1)
-    return sorted(range(len(share_CE)), key=lambda index: (expert_C[index].item(), -largest_C[index].item()))
+    return sorted(
+        range(len(share_CE)), key=lambda index: (expert_C[index].item(), -largest_C[index].item())
+    )
 
 
 def plot(all_routes: Sequence[Routes], file: Path) -> None:
@@ -122,7 +135,9 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
             panel.set_yticks(range(len(order)), names, fontsize=6)
     length = min(4.0, 0.8 * size[1])
     share, shrink = 0.2 / size[0], length / size[1]
-    bar = figure.colorbar(image, ax=panels.tolist(), fraction=share, pad=share, shrink=shrink, aspect=length / 0.15)
+    bar = figure.colorbar(
+        image, ax=panels.tolist(), fraction=share, pad=share, shrink=shrink, aspect=length / 0.15
+    )
     bar.set_label("share of the class", fontsize=8)
     figure.suptitle("Which expert sees which class? Darker is more.", fontsize=9, fontweight="bold")
     bar.ax.tick_params(labelsize=7)
@@ -145,5 +160,7 @@ def plot_mixtures(mixtures: Sequence[Mixture], image: Tensor, file: Path) -> Non
             panel.set_title(f"{name}\n0 to {weights[0].max():.3g}", fontsize=8)
     for panel in panels.flat:
         panel.set_axis_off()
-    figure.suptitle("Which patches go to the experts? Darker is more.", fontsize=9, fontweight="bold")
+    figure.suptitle(
+        "Which patches go to the experts? Darker is more.", fontsize=9, fontweight="bold"
+    )
     figure.savefig(file, format="png", dpi=130)

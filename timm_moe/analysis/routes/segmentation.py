@@ -27,14 +27,16 @@ def pair_files(images: str | Path, masks: str | Path) -> list[tuple[Path, Path]]
 
     Raises:
         FileNotFoundError: if a folder is not there or has no image.
-        ValueError: if an image has no mask, a mask no image, or two files of a folder the same name.
+        ValueError: if an image has no mask, a mask no image, or two files of a folder the same
+            name.
     """
     files = {"image": _files(Path(images)), "mask": _files(Path(masks))}
     for kind, other in (("image", "mask"), ("mask", "image")):
         found = files[kind]
         if lonely := sorted(found.keys() - files[other].keys()):
             raise ValueError(
-                f"{len(lonely)} of {len(found)} {kind}s have no {other} of the same name, as {found[lonely[0]]}."
+                f"{len(lonely)} of {len(found)} {kind}s have no {other} of the same name, as "
+                f"{found[lonely[0]]}."
             )
     pairs = [(files["image"][name], files["mask"][name]) for name in sorted(files["image"])]
     _logger.info("%s: %s images with masks.", images, f"{len(pairs):,}")
@@ -46,12 +48,17 @@ def _files(folder: Path) -> dict[Path, Path]:
     try:
         reader = create_reader("", root=str(folder), input_key=";".join(_SUFFIXES))
     except (AssertionError, RuntimeError) as error:  # no folder, no image
-        raise FileNotFoundError(f"{folder} has no image: their names end in {', '.join(_SUFFIXES)}.") from error
+        raise FileNotFoundError(
+            f"{folder} has no image: their names end in {', '.join(_SUFFIXES)}."
+        ) from error
     files: dict[Path, Path] = {}
     for file in sorted(Path(file) for file, _ in reader.samples):
         name = file.relative_to(folder).with_suffix("")
         if other := files.get(name):
-            raise ValueError(f"{other} and {file} differ by their ending alone, so no mask is theirs for certain.")
+            raise ValueError(
+                f"{other} and {file} differ by their ending alone, so no mask is theirs for "
+                "certain."
+            )
         files[name] = file
     return files
 
@@ -70,7 +77,9 @@ def read_names(file: str | Path) -> list[str]:
     names = [line.strip() for line in lines]
     if "" in names:
         line = names.index("") + 1
-        raise ValueError(f"Line {line} of the class map {file} is empty: a line is the name of a class.")
+        raise ValueError(
+            f"Line {line} of the class map {file} is empty: a line is the name of a class."
+        )
     if len(set(names)) < len(names):
         raise ValueError(f"The class map {file} names a class twice.")
     return names
@@ -83,7 +92,8 @@ class MaskedImages(Dataset):
 
     Args:
         images: folder, as for :func:`pair_files`.
-        masks: folder, as for :func:`pair_files`; the value of a mask's pixel is the number of its class.
+        masks: folder, as for :func:`pair_files`; the value of a mask's pixel is the number of its
+            class.
         config: from :func:`timm_moe.model_config.preprocessing`.
         classes: names of the classes; by default every number is a class and its name.
         ignore_index: value of pixels without a class.
@@ -114,21 +124,27 @@ class MaskedImages(Dataset):
         image, pixels = read_image(image_file, self.mode), np.array(read_image(mask_file))
         if pixels.ndim != 2:
             raise UnreadableImage(
-                f"The mask {mask_file} has {pixels.shape[2]} channels; it must have one, which holds the numbers of "
-                "classes."
+                f"The mask {mask_file} has {pixels.shape[2]} channels; it must have one, which "
+                "holds the numbers of classes."
             )
         labels = torch.from_numpy(pixels.astype(np.int64))
         if self.classes is not None:
-            wrong = labels[(labels != self.ignore_index) & ((labels < 0) | (labels >= len(self.classes)))]
+            wrong = labels[
+                (labels != self.ignore_index) & ((labels < 0) | (labels >= len(self.classes)))
+            ]
             if len(wrong):
                 raise UnreadableImage(
-                    f"The mask {mask_file} has the label {wrong[0]}, but there are {len(self.classes)} classes, 0 to "
-                    f"{len(self.classes) - 1}, and {self.ignore_index} for pixels without a class."
+                    f"The mask {mask_file} has the label {wrong[0]}, but there are "
+                    f"{len(self.classes)} classes, 0 to {len(self.classes) - 1}, and "
+                    f"{self.ignore_index} for pixels without a class."
                 )
         if labels.shape != (image.height, image.width):
             sizes = f"{image.width} x {image.height} and {labels.shape[1]} x {labels.shape[0]}"
-            raise UnreadableImage(f"The image {image_file} and its mask differ in size: {sizes} pixels.")
-        resized = F.interpolate(labels[None, None].float(), self.size, mode="nearest-exact")  # exact below 2^24
+            raise UnreadableImage(
+                f"The image {image_file} and its mask differ in size: {sizes} pixels."
+            )
+        # Exact below 2^24.
+        resized = F.interpolate(labels[None, None].float(), self.size, mode="nearest-exact")
         return self.transform(image), resized[0, 0].long()
 
     def class_name(self, number: int) -> str:
@@ -138,10 +154,14 @@ class MaskedImages(Dataset):
         """Load all pairs in order: images (B, C, H, W) on the device, labels (B, H, W).
 
         Raises:
-            ValueError: if a file is damaged, the sizes of a pair differ, a mask has several channels, or a label has no
-                class.
+            ValueError: if a file is damaged, the sizes of a pair differ, a mask has several
+                channels, or a label has no class.
         """
-        _logger.info("%s: whole images and masks, resized to %s pixels.", self.root, " x ".join(map(str, self.size)))
+        _logger.info(
+            "%s: whole images and masks, resized to %s pixels.",
+            self.root,
+            " x ".join(map(str, self.size)),
+        )
         loader = DataLoader(self, inference.batch_size, num_workers=inference.workers)
         for images, labels in reading(loader, self.root, len(self), inference):
             yield images.to(inference.torch_device()), labels

@@ -2,8 +2,8 @@
 
 The counts of classes and experts are ViMoE's analysis (arXiv 2410.15732, figures 4, 5 and 8).
 
-Shape suffixes: I images, P patches, M members of an ensemble inside one model (1 without), C classes, E experts,
-N rows of an image, T rows of a batch, K choices of a row.
+Shape suffixes: I images, P patches, M members of an ensemble inside one model (1 without), C
+classes, E experts, N rows of an image, T rows of a batch, K choices of a row.
 """
 
 import math
@@ -28,7 +28,8 @@ from .segmentation import MaskedImages, majority_labels
 SHUFFLES = 10
 #: Entries that are summed at once, in double precision.
 _AT_ONCE = 2**14
-#: Modules of timm whose models have patches in another order than an image's rows: by units of masks, by blocks.
+#: Modules of timm whose models have patches in another order than an image's rows: by units of
+#: masks, by blocks.
 OTHER_ORDER = ("hiera", "nest")
 
 
@@ -71,13 +72,17 @@ class RouterWatcher(ExitStack):
         self._counts: list[Rows] = []
         self._labels = Rows()
         for name, layer in layers.items():
-            self.callback(layer.router.register_forward_hook(partial(self._note, name, layer)).remove)
+            self.callback(
+                layer.router.register_forward_hook(partial(self._note, name, layer)).remove
+            )
 
     def end_batch(self, labels: Tensor) -> list[RouterCall]:
         """Count the choices of a batch with labels (B,) of images or (B, P) of patches, and return all of its calls."""
         names = [call.name for call in self._noted]
         calls = [
-            replace(call, name=f"{name} (call {names[: index + 1].count(name)})") if names.count(name) > 1 else call
+            replace(call, name=f"{name} (call {names[: index + 1].count(name)})")
+            if names.count(name) > 1
+            else call
             for index, (name, call) in enumerate(zip(names, self._noted, strict=True))
         ]
         self._calls = [call for call in calls if call.layer.router.depends_on_input]
@@ -93,14 +98,19 @@ class RouterWatcher(ExitStack):
         numbers = self._labels.tensor()
         known = numbers != ignore_index
         if not known.any():
-            raise ValueError(f"Most pixels of every patch have the label {ignore_index}, so no patch has a class.")
+            raise ValueError(
+                f"Most pixels of every patch have the label {ignore_index}, so no patch has a "
+                "class."
+            )
         present, labels = numbers[known].unique(return_inverse=True)
         classes = [class_name(number) for number in present.tolist()]
         image_I = known.nonzero()[:, 0] if numbers.ndim == 2 else None
         routes = []
         for call, counts in zip(self._calls, self._counts, strict=True):
             top_k, degree = call.chosen_TK.shape[1], call.layer.router.routing_degree()
-            routes.append(Routes(call.name, top_k, degree, counts.tensor()[known], labels, classes, image_I))
+            routes.append(
+                Routes(call.name, top_k, degree, counts.tensor()[known], labels, classes, image_I)
+            )
         return routes
 
     def _count(self, call: RouterCall, labels: Tensor) -> Tensor:
@@ -112,20 +122,28 @@ class RouterWatcher(ExitStack):
             rows, patches = chosen_BMNK.shape[2], labels.shape[1]
             if rows != self._prefix + patches:
                 raise ValueError(
-                    f"{call.name} routes {rows} rows of an image, which are not its {patches} patches and "
-                    f"{self._prefix} other tokens."
+                    f"{call.name} routes {rows} rows of an image, which are not its {patches} "
+                    f"patches and {self._prefix} other tokens."
                 )
             chosen = chosen_BMNK[:, :, self._prefix :].transpose(1, 2)
-        count = chosen.new_zeros(*chosen.shape[:-1], call.layer.num_experts + 1)  # a router of others may drop choices
+        # A router of others may drop choices.
+        count = chosen.new_zeros(*chosen.shape[:-1], call.layer.num_experts + 1)
         count.scatter_add_(-1, chosen, torch.ones_like(chosen))
         return count[..., :-1].to(torch.int32 if labels.ndim == 1 else torch.uint8)
 
-    def _note(self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor, ...], routing: Any) -> None:
-        kept_TK = routing.experts() if isinstance(routing, Routing) else torch.empty(0, 0, dtype=torch.long)
+    def _note(
+        self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor, ...], routing: Any
+    ) -> None:
+        kept_TK = (
+            routing.experts()
+            if isinstance(routing, Routing)
+            else torch.empty(0, 0, dtype=torch.long)
+        )
         chosen_TK = kept_TK
         if layer.router.depends_on_input and (kept_TK == layer.num_experts).any():
             with layer.router.dropping_nothing():
-                chosen_TK = router.forward(inputs[0]).experts()  # forward, so that this call is not noted too
+                # Forward, so that this call is not noted too.
+                chosen_TK = router.forward(inputs[0]).experts()
         self._noted.append(RouterCall(name, layer, inputs[0], routing, kept_TK, chosen_TK))
 
 
@@ -136,10 +154,12 @@ class Routes:
     layer: str  #: name of the call
     top_k: int  #: experts of each row
     degree: int  #: number of sets of experts that a row can go to
-    count_IME: Tensor  #: choices of each image's rows for each expert; with labels of pixels an entry is a patch
+    # : choices of each image's rows for each expert; with labels of pixels an entry is a patch.
+    count_IME: Tensor
     labels: Tensor  #: (I,) class of each image, or patch, as an index of ``classes``
     classes: Sequence[str]  #: names of the classes that are there
-    image_I: Tensor | None = None  #: (I,) number of the image that a patch is of; None where the entries are images
+    # : (I,) number of the image that a patch is of; None where the entries are images.
+    image_I: Tensor | None = None
 
     @property
     def members(self) -> int:
@@ -178,10 +198,10 @@ class Routes:
     def class_information(self) -> float:
         """Share of the uncertainty about the expert that the class of the image removes, from 0 to 1.
 
-        I(class; expert) / H(expert), Theil's uncertainty coefficient (Numerical Recipes, section 14.4), both means over
-        the members of an ensemble. It is 0 if all classes are spread over the experts alike and 1 if the class decides
-        the expert, also under uneven loads. Few images give estimates that are too large: compare them with
-        :meth:`class_information_by_chance`.
+        I(class; expert) / H(expert), Theil's uncertainty coefficient (Numerical Recipes, section
+        14.4), both means over the members of an ensemble. It is 0 if all classes are spread over
+        the experts alike and 1 if the class decides the expert, also under uneven loads. Few images
+        give estimates that are too large: compare them with :meth:`class_information_by_chance`.
         """
         return self._information(self.labels)[1]
 
@@ -193,7 +213,9 @@ class Routes:
 
     def _count_MCE(self, labels: Tensor) -> Tensor:
         count_MCE = torch.zeros(self.members, len(self.classes), self.experts, dtype=torch.double)
-        for labels_I, count_IME in zip(labels.split(_AT_ONCE), self.count_IME.split(_AT_ONCE), strict=True):
+        for labels_I, count_IME in zip(
+            labels.split(_AT_ONCE), self.count_IME.split(_AT_ONCE), strict=True
+        ):
             count_MCE.index_add_(1, labels_I, count_IME.transpose(0, 1).double())
         return count_MCE
 
@@ -210,35 +232,47 @@ class Routes:
 def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference) -> list[Routes]:
     """Run a model on images and count the choices of its routers, in the order of their calls.
 
-    The model is from :func:`timm_moe.analysis.data.load_classifiers`. A token is of the class of its image.
+    The model is from :func:`timm_moe.analysis.data.load_classifiers`. A token is of the class of
+    its image.
 
     Raises:
-        ValueError: if the model has no expert layers, or none with a router that depends on the images.
+        ValueError: if the model has no expert layers, or none with a router that depends on the
+            images.
     """
     of_images = ((x, label_B.cpu()) for (x,), label_B in batches([model], images, inference))
     return _watch(model, of_images, inference).routes(class_names(images).__getitem__)
 
 
-def collect_patch_routes(model: nn.Module, images: MaskedImages, inference: Inference) -> list[Routes]:
+def collect_patch_routes(
+    model: nn.Module, images: MaskedImages, inference: Inference
+) -> list[Routes]:
     """Count the choices of a model's routers as :func:`collect_routes`, with a class for each patch.
 
-    It is the class that most pixels of the patch have. Patches most of whose pixels have no class are left out, as are
-    the class token and registers. With ``routing_unit=image`` all patches of an image go where their image goes.
+    It is the class that most pixels of the patch have. Patches most of whose pixels have no class
+    are left out, as are the class token and registers. With ``routing_unit=image`` all patches of
+    an image go where their image goes.
 
     Raises:
-        ValueError: as ``collect_routes``; if a router does not see the patches of the images one by one; if a pair of
-            image and mask cannot be used; or if no patch has a class.
+        ValueError: as ``collect_routes``; if a router does not see the patches of the images one by
+            one; if a pair of image and mask cannot be used; or if no patch has a class.
     """
     prefix: Any = model.num_prefix_tokens
     grid: Any = model.get_submodule("patch_embed").grid_size
-    of_patches = ((x, majority_labels(labels_BHW, grid)) for x, labels_BHW in images.batches(inference))
+    of_patches = (
+        (x, majority_labels(labels_BHW, grid)) for x, labels_BHW in images.batches(inference)
+    )
     with in_eval_mode([model]):
-        return _watch(model, of_patches, inference, prefix).routes(images.class_name, images.ignore_index)
+        return _watch(model, of_patches, inference, prefix).routes(
+            images.class_name, images.ignore_index
+        )
 
 
 @torch.inference_mode()
 def _watch(
-    model: nn.Module, labelled: Iterable[tuple[Tensor, Tensor]], inference: Inference, prefix: int = 0
+    model: nn.Module,
+    labelled: Iterable[tuple[Tensor, Tensor]],
+    inference: Inference,
+    prefix: int = 0,
 ) -> RouterWatcher:
     with RouterWatcher(routed_layers(model), prefix) as watcher:
         for x, labels in labelled:
@@ -256,8 +290,9 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
     routed = {name: layer for name, layer in layers.items() if layer.router.depends_on_input}
     if not routed:
         raise ValueError(
-            "No token of this model chooses its experts (random partitions, Expert Choice, Soft MoE), "
-            "so there are no routes of classes: give a model whose tokens choose, such as vmoe_b16."
+            "No token of this model chooses its experts (random partitions, Expert Choice, Soft "
+            "MoE), so there are no routes of classes: give a model whose tokens choose, such as "
+            "vmoe_b16."
         )
     return routed
 
@@ -265,8 +300,9 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
 def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
     """Give the numbers of one layer, mostly methods of :class:`Routes`.
 
-    ``mean_largest_share`` is the largest share of a class, on average; ``normalized`` is the class's information,
-    ``by_chance`` the same for shuffled labels. If they differ by ``threshold``, the layer's experts are worth keeping.
+    ``mean_largest_share`` is the largest share of a class, on average; ``normalized`` is the
+    class's information, ``by_chance`` the same for shuffled labels. If they differ by
+    ``threshold``, the layer's experts are worth keeping.
     """
     known, by_chance = routes.class_information(), routes.class_information_by_chance()
     return {
@@ -286,10 +322,13 @@ def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
 def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, Any]:
     """Give the numbers of all layers, and of the model: images, experts of an image in all layers, routing degree.
 
-    The routing degree is the number of ways through the experts, C(E, K)^L in L layers, of all members together.
+    The routing degree is the number of ways through the experts, C(E, K)^L in L layers, of all
+    members together.
     """
     layers = [summarize(routes, threshold) for routes in all_routes]
-    kept = [routes.degree for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]]
+    kept = [
+        routes.degree for routes, layer in zip(all_routes, layers, strict=True) if layer["kept"]
+    ]
     first = all_routes[0]
     return {
         "images": first.images(),

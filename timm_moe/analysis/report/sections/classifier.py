@@ -13,8 +13,9 @@ from ..page import Part, Section
 
 #: The direction in which each figure is good.
 _BETTER = (
-    "As timm-moe evaluate measures them. Lower is better for NLL, error, ECE, Brier score and FPR, higher for accuracy "
-    "and AUROC. KL, cosine and disagreement say how far members differ, which is neither good nor bad by itself."
+    "As timm-moe evaluate measures them. Lower is better for NLL, error, ECE, Brier score and FPR, "
+    "higher for accuracy and AUROC. KL, cosine and disagreement say how far members differ, which "
+    "is neither good nor bad by itself."
 )
 #: Difference of confidence and accuracy up to which a model is not called over- or under-confident.
 TOLERANCE = 0.01
@@ -27,7 +28,10 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
     several = len(observations) > 1
     table = [["", *observations]]
     for name, (label, layout) in LABELS.items():
-        cells = [layout.format(seen.figures[name]) if name in seen.figures else "" for seen in observations.values()]
+        cells = [
+            layout.format(seen.figures[name]) if name in seen.figures else ""
+            for seen in observations.values()
+        ]
         table += [[label, *cells]] if any(cells) else []
     reliable, sure, confidences, confused = [], [], [], []
     for name, seen in observations.items():
@@ -43,11 +47,18 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
         other = "--ood-data-dir DIR puts the images of other classes beside them."
     parts = [
         Part("The figures", _BETTER, table=table),
-        Part("Is it as sure as it is right?", " ".join(sure), charts.reliability(reliable).to_dict()),
+        Part(
+            "Is it as sure as it is right?", " ".join(sure), charts.reliability(reliable).to_dict()
+        ),
         Part("How sure is it?", other, histogram.to_dict()),
     ]
     if confused:
-        head = (["model"] if several else []) + ["class", "taken for", "images of the class", "share of them"]
+        head = (["model"] if several else []) + [
+            "class",
+            "taken for",
+            "images of the class",
+            "share of them",
+        ]
         parts.append(Part("Which classes are confused most?", table=[head, *confused]))
     return Section("classifier", "The classifier", parts)
 
@@ -59,8 +70,17 @@ def _reliability(name: str, seen: Observation) -> list[dict[str, Any]]:
     rows = []
     for bin_number in index.unique().tolist():
         own = index == bin_number
-        confidence, accuracy = (values[own].double().mean().item() for values in (seen.confidence, right))
-        rows.append({"model": name, "confidence": confidence, "accuracy": accuracy, "images": int(own.sum())})
+        confidence, accuracy = (
+            values[own].double().mean().item() for values in (seen.confidence, right)
+        )
+        rows.append(
+            {
+                "model": name,
+                "confidence": confidence,
+                "accuracy": accuracy,
+                "images": int(own.sum()),
+            }
+        )
     return rows
 
 
@@ -70,22 +90,33 @@ def _calibration(seen: Observation) -> str:
     gap, images = seen.confidence.double() - right, len(right)
     chance = 1.96 * (gap.std().item() if images > 1 else 1.0) / math.sqrt(images)
     if abs(gap.mean()) <= max(chance, TOLERANCE):
-        verdict = f"Neither over- nor under-confident on average, as far as {images:,} images can tell"
+        verdict = (
+            f"Neither over- nor under-confident on average, as far as {images:,} images can tell"
+        )
     else:
         verdict = f"{'Over' if gap.mean() > 0 else 'Under'}-confident on average"
     return (
-        f"{verdict}: confidence {seen.confidence.double().mean():.1%}, accuracy {right.mean():.1%}, difference "
-        f"{100 * gap.mean():+.1f} points (95 % interval ±{100 * chance:.1f}), expected calibration error "
-        f"{seen.figures['ece']:.3f}."
+        f"{verdict}: confidence {seen.confidence.double().mean():.1%}, accuracy "
+        f"{right.mean():.1%}, difference {100 * gap.mean():+.1f} points (95 % interval "
+        f"±{100 * chance:.1f}), expected calibration error {seen.figures['ece']:.3f}."
     )
 
 
 def _confidences(prefix: str, seen: Observation) -> list[dict[str, Any]]:
     return [
-        {"value": (index + 0.5) / CONFIDENCE_BINS, "share": count / len(confidence), "images": f"{prefix}{kind}"}
-        for kind, confidence in (("these images", seen.confidence), ("other data", seen.ood_confidence))
+        {
+            "value": (index + 0.5) / CONFIDENCE_BINS,
+            "share": count / len(confidence),
+            "images": f"{prefix}{kind}",
+        }
+        for kind, confidence in (
+            ("these images", seen.confidence),
+            ("other data", seen.ood_confidence),
+        )
         if confidence is not None
-        for index, count in enumerate(torch.histc(confidence.float(), CONFIDENCE_BINS, 0, 1).tolist())
+        for index, count in enumerate(
+            torch.histc(confidence.float(), CONFIDENCE_BINS, 0, 1).tolist()
+        )
     ]
 
 
@@ -98,5 +129,12 @@ def _confused(seen: Observation) -> list[list[str]]:
     for index in count.argsort(descending=True)[:CONFUSED].tolist():
         label, taken = divmod(int(pair[index]), classes)
         total = int((seen.labels == label).sum())
-        rows.append([seen.classes[label], seen.classes[taken], str(total), f"{int(count[index]) / total:.0%}"])
+        rows.append(
+            [
+                seen.classes[label],
+                seen.classes[taken],
+                str(total),
+                f"{int(count[index]) / total:.0%}",
+            ]
+        )
     return rows

@@ -10,7 +10,14 @@ from torch import nn
 from ....convert.blocks import moe_layers
 from ....convert.find import ffn_paths
 from ....export.history import History
-from ....layers import EnsembleRouter, ExpertChoiceRouter, MoeMlp, RandomPartition, SharedExpertMlp, SoftMoeMlp
+from ....layers import (
+    EnsembleRouter,
+    ExpertChoiceRouter,
+    MoeMlp,
+    RandomPartition,
+    SharedExpertMlp,
+    SoftMoeMlp,
+)
 from ...info import ModelInfo
 from ..page import Part, Section
 
@@ -23,12 +30,18 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     members = f"{info.members}{_own_experts(model)}" if info.members > 1 else None
     size = {"model": info.name, **info.rows(), "members": members}
     parts = [
-        Part("Where the experts sit", _sentences(model, info, boxes), routes={"kind": "blocks", "blocks": boxes}),
+        Part(
+            "Where the experts sit",
+            _sentences(model, info, boxes),
+            routes={"kind": "blocks", "blocks": boxes},
+        ),
         Part("Size and cost", table=_table(size)),
     ]
     if history.options:
         table = [["option", "value"], *([name, value] for name, value in history.options.items())]
-        parts.append(Part("How it was trained", "train.py's options, those that are set.", table=table))
+        parts.append(
+            Part("How it was trained", "train.py's options, those that are set.", table=table)
+        )
     origin = {
         "file": history.file,
         "epoch": history.epoch,
@@ -37,7 +50,11 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
         "weights": "the EMA weights of the checkpoint" if history.ema else None,
         "data": history.dataset,
         "gathered by": history.method,
-        **({f"experts' {name}": value for name, value in asdict(history.experts).items()} if history.experts else {}),
+        **(
+            {f"experts' {name}": value for name, value in asdict(history.experts).items()}
+            if history.experts
+            else {}
+        ),
     }
     if any(value is not None for value in origin.values()):
         parts.append(Part("Where it came from", table=_table(origin)))
@@ -52,8 +69,8 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
     """Tell the place of the experts, the choice among them, shared experts and members."""
     layers = moe_layers(model)
     members = (
-        f" The model is an ensemble of {info.members} members in one: each gives an answer of its own, and the mean of "
-        "their probabilities is the model's."
+        f" The model is an ensemble of {info.members} members in one: each gives an answer of its "
+        "own, and the mean of their probabilities is the model's."
         if info.members > 1
         else ""
     )
@@ -67,8 +84,8 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
     number = "one expert" if info.top_k == 1 else f"{info.top_k} experts"
     if all(isinstance(layer.router, RandomPartition) for layer in layers.values()):
         text += (
-            " No router chooses: in training each token gets a random expert, so none of them sees some classes more "
-            "than others, and none can die."
+            " No router chooses: in training each token gets a random expert, so none of them sees "
+            "some classes more than others, and none can die."
         )
     elif all(isinstance(layer, SoftMoeMlp) for layer in layers.values()):
         text += " Nothing is routed: each expert computes weighted means of all tokens of an image."
@@ -87,18 +104,29 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
 
 def _own_experts(model: nn.Module) -> str:
     """Name the experts of each member of an ensemble inside one model; empty if all members have all."""
-    routers = [layer.router for layer in moe_layers(model).values() if isinstance(layer.router, EnsembleRouter)]
+    routers = [
+        layer.router
+        for layer in moe_layers(model).values()
+        if isinstance(layer.router, EnsembleRouter)
+    ]
     if not routers:
         return ""
     members, each = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
-    experts = [f"expert {m}" if each == 1 else f"experts {m * each} to {(m + 1) * each - 1}" for m in range(members)]
+    experts = [
+        f"expert {m}" if each == 1 else f"experts {m * each} to {(m + 1) * each - 1}"
+        for m in range(members)
+    ]
     return "; " + ", ".join(f"member {number} has {own}" for number, own in enumerate(experts, 1))
 
 
 def _boxes(model: nn.Module) -> list[dict[str, Any]]:
     """List all places of feed-forward networks, in order; one in several blocks has several places."""
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
-    found = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in networks]
+    found = [
+        (path, module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module in networks
+    ]
     plain = all(_BLOCK.fullmatch(path) for path, _ in found)
     return [
         {

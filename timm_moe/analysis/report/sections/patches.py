@@ -16,12 +16,14 @@ CELL, LARGEST = 48, 224
 #: Titles and first words on Soft MoE and on Expert Choice.
 SLOTS = (
     "Which patches feed which slot?",
-    "Each expert computes slots, which are weighted means of the tokens of an image. Shown are the slots of each layer "
-    "that mix the fewest tokens. The brightest patch of an image has the largest weight.",
+    "Each expert computes slots, which are weighted means of the tokens of an image. Shown are "
+    "the slots of each layer that mix the fewest tokens. The brightest patch of an image has the "
+    "largest weight.",
 )
 CHOICES = (
     "How many experts does a patch go to?",
-    "Each expert takes equally many tokens of an image. The brightest patch of an image has the most experts.",
+    "Each expert takes equally many tokens of an image. The brightest patch of an image has the "
+    "most experts.",
 )
 
 
@@ -33,7 +35,9 @@ def patches_part(seen: Observation) -> Part:
         return Part(title, "The rows of these layers are not patches of an image.")
     drawn = [
         {
-            "name": f"{layer.name}, member {member + 1}" if layer.routes.members > 1 else layer.name,
+            "name": f"{layer.name}, member {member + 1}"
+            if layer.routes.members > 1
+            else layer.name,
             "grid": layer.grid,
             "experts": layer.routes.experts,
             "expert": layer.expert_SMP[:, member].tolist(),
@@ -95,7 +99,9 @@ def mixture_part(seen: Observation) -> Part | None:
     drawn = [
         {
             "name": mixture.layer,
-            "sheet": _sheet([[*map(_shaded, seen.shown_pixels, weights)] for weights in maps.values()]),
+            "sheet": _sheet(
+                [[*map(_shaded, seen.shown_pixels, weights)] for weights in maps.values()]
+            ),
             "columns": len(seen.shown),
             "rows": [*maps],
             "told": [f"at most {weights.max():.3g}" for weights in maps.values()],
@@ -103,14 +109,19 @@ def mixture_part(seen: Observation) -> Part | None:
         for mixture in seen.mixtures
         if (maps := mixture.maps())
     ]
-    text += "" if drawn else " The tokens of these layers are not patches of an image, so none are shown."
+    text += (
+        ""
+        if drawn
+        else " The tokens of these layers are not patches of an image, so none are shown."
+    )
     routes = {"kind": "surest", "layers": drawn} if drawn else None
     return Part(title, " ".join([text, *map(str, seen.mixtures)]), routes=routes)
 
 
 def _shaded(pixels: Tensor, weights: Tensor) -> Tensor:
     """Darken an image, (3, H, W) bytes, where its patches, (rows, columns), weigh less than the heaviest."""
-    light = 0.15 + 0.85 * (weights / weights.max()).nan_to_num()  # Expert Choice may leave out all patches
+    # Expert Choice may leave out all patches.
+    light = 0.15 + 0.85 * (weights / weights.max()).nan_to_num()
     return (pixels * nn.functional.interpolate(light[None, None], pixels.shape[1:])[0]).byte()
 
 

@@ -10,12 +10,18 @@ from .patches import mixture_part, patches_part, surest_part
 
 #: The words of this section.
 _WORDS = (
-    "A row is one patch, or the class token, at an expert layer. A gate is the router's probability of an expert for a "
-    "row, from 0 to 1. A choice is an expert that the router takes for a row. A row may have several choices; the "
-    "first is the one it prefers. If a router chooses for whole images, all rows of an image have the same choices."
+    "A row is one patch, or the class token, at an expert layer. A gate is the router's "
+    "probability of an expert for a row, from 0 to 1. A choice is an expert that the router takes "
+    "for a row. A row may have several choices; the first is the one it prefers. If a router "
+    "chooses for whole images, all rows of an image have the same choices."
 )
-#: Words for how far the class decides the expert beyond chance, each with the share below which it is used.
-PREFERENCES = ((0.02, "No preference beyond chance"), (0.1, "Weak preferences"), (0.3, "Clear preferences"))
+#: Words for how far the class decides the expert beyond chance, each with the share below which it
+#: is used.
+PREFERENCES = (
+    (0.02, "No preference beyond chance"),
+    (0.1, "Weak preferences"),
+    (0.3, "Clear preferences"),
+)
 STRONG = "Strong preferences"
 #: Share of an even load below which an expert counts as dead.
 DEAD = 0.1
@@ -34,7 +40,11 @@ def routing_section(seen: Observation) -> Section | None:
             _pairs_part(seen.layers),
         ]
     shown = [part for part in parts if part is not None]
-    return Section("routing", "Who goes where", shown, _WORDS if seen.layers else "") if shown else None
+    return (
+        Section("routing", "Who goes where", shown, _WORDS if seen.layers else "")
+        if shown
+        else None
+    )
 
 
 def _load_part(layers: Sequence[LayerObservation]) -> Part:
@@ -43,7 +53,11 @@ def _load_part(layers: Sequence[LayerObservation]) -> Part:
         for layer in layers
         for expert, share in enumerate(layer.routes.load().tolist())
     ]
-    even = 1 / layers[0].routes.experts if len({layer.routes.experts for layer in layers}) == 1 else None
+    even = (
+        1 / layers[0].routes.experts
+        if len({layer.routes.experts for layer in layers}) == 1
+        else None
+    )
     # The rows of an image that go together are one choice.
     choices = sum(
         layer.routes.images() * layer.routes.top_k * layer.routes.members
@@ -52,35 +66,49 @@ def _load_part(layers: Sequence[LayerObservation]) -> Part:
         for layer in layers
     )
     dropped = sum(layer.dropped for layer in layers)
-    lost = f"{dropped:,} of them found no place and were dropped." if dropped else "None of them was dropped."
+    lost = (
+        f"{dropped:,} of them found no place and were dropped."
+        if dropped
+        else "None of them was dropped."
+    )
     text = f"{_dead(layers)} This counts {choices:,} choices in evaluation. {lost}"
     text += " The dashed line is an even share." if even else ""
-    return Part("Did any expert die?", text, charts.chosen(charts.loads(rows, even), "layer", "layer").to_dict())
+    return Part(
+        "Did any expert die?",
+        text,
+        charts.chosen(charts.loads(rows, even), "layer", "layer").to_dict(),
+    )
 
 
 def _dead(layers: Sequence[LayerObservation]) -> str:
     """Name the experts with less than a tenth of an even share, or the one with the least."""
-    relative = {layer.name: (layer.routes.load() * layer.routes.experts).tolist() for layer in layers}
-    idle = {name: [str(e) for e, share in enumerate(shares) if share < DEAD] for name, shares in relative.items()}
+    relative = {
+        layer.name: (layer.routes.load() * layer.routes.experts).tolist() for layer in layers
+    }
+    idle = {
+        name: [str(e) for e, share in enumerate(shares) if share < DEAD]
+        for name, shares in relative.items()
+    }
     dead = [f"{name}: {', '.join(experts)}" for name, experts in idle.items() if experts]
     if dead:
         return f"Chosen for less than a tenth of an even share: {'; '.join(dead)}."
     name, shares = min(relative.items(), key=lambda item: min(item[1]))
     return (
-        f"None has less than a tenth of an even share. The least chosen, expert {shares.index(min(shares))} of {name}, "
-        f"has {min(shares):.0%} of it."
+        "None has less than a tenth of an even share. The least chosen, expert "
+        f"{shares.index(min(shares))} of {name}, has {min(shares):.0%} of it."
     )
 
 
 def _classes_part(seen: Observation) -> Part:
     members = max(layer.routes.members for layer in seen.layers)
     text = (
-        f"{_preference(seen)} The table has the share of a class's choices that fell on each expert, before capacities."
-        " Sort by an expert, or find a class by its name."
+        f"{_preference(seen)} The table has the share of a class's choices that fell on each "
+        "expert, before capacities. Sort by an expert, or find a class by its name."
     )
     if members > 1:
         text += (
-            f" The {members} members together make 100%: an expert that one of them has gets {1 / members:.0%} at most."
+            f" The {members} members together make 100%: an expert that one of them has gets "
+            f"{1 / members:.0%} at most."
         )
     layers = [
         {
@@ -107,10 +135,11 @@ def _preference(seen: Observation) -> str:
         ends = (f"{end:.0%}" for end in (min(shares.values()), max(shares.values())))
         others = f" In the other layers it says {' to '.join(dict.fromkeys(ends))}."
     return (
-        f"{verdict}. In {strongest.layer} the class of an image says {known:.0%} of which expert is chosen, where 0% "
-        f"means that all classes are spread alike, 100% that the class decides. Shuffled classes would say {chance:.0%}"
-        f".{others} The largest share in {strongest.layer}: expert {expert} gets {share_CE.max():.0%} of "
-        f"{strongest.classes[label]}; an even share is {1 / strongest.experts:.0%}."
+        f"{verdict}. In {strongest.layer} the class of an image says {known:.0%} of which expert "
+        "is chosen, where 0% means that all classes are spread alike, 100% that the class decides. "
+        f"Shuffled classes would say {chance:.0%}.{others} The largest share in {strongest.layer}: "
+        f"expert {expert} gets {share_CE.max():.0%} of {strongest.classes[label]}; an even share "
+        f"is {1 / strongest.experts:.0%}."
     )
 
 
@@ -124,8 +153,8 @@ def _entropy_part(layers: Sequence[LayerObservation]) -> Part | None:
     if not rows:
         return None
     text = (
-        "At 0 % the router is certain of one expert. At 100 % it finds all experts equally likely. This is the entropy "
-        "of the gates, as a share of the largest that is possible."
+        "At 0 % the router is certain of one expert. At 100 % it finds all experts equally likely. "
+        "This is the entropy of the gates, as a share of the largest that is possible."
     )
     chart = charts.histogram(rows, "layer", "how undecided the router is", "share of the rows")
     return Part("How sure are the routers?", text, chart.to_dict())
@@ -133,18 +162,29 @@ def _entropy_part(layers: Sequence[LayerObservation]) -> Part | None:
 
 def _pairs_part(layers: Sequence[LayerObservation]) -> Part | None:
     rows = [
-        {"pair": f"{layer.name} to {following.name}", "expert": expert, "other": other, "value": share}
+        {
+            "pair": f"{layer.name} to {following.name}",
+            "expert": expert,
+            "other": other,
+            "value": share,
+        }
         for layer, following in pairwise(layers)
         if layer.next_EE is not None
-        for expert, shares in enumerate((layer.next_EE / layer.next_EE.sum(1, keepdim=True).clamp(min=1)).tolist())
+        for expert, shares in enumerate(
+            (layer.next_EE / layer.next_EE.sum(1, keepdim=True).clamp(min=1)).tolist()
+        )
         for other, share in enumerate(shares)
     ]
     if not rows:
         return None
     highest = max(row["value"] for row in rows)
-    chart = charts.heatmap(rows, "expert in the next layer", "share of its rows", highest, percent=True)
-    text = (
-        "Take the rows that one expert gets. The chart shows which experts the same rows get in the next expert layer. "
-        "Only first choices count."
+    chart = charts.heatmap(
+        rows, "expert in the next layer", "share of its rows", highest, percent=True
     )
-    return Part("Do experts follow each other?", text, charts.chosen(chart, "pair", "layers").to_dict())
+    text = (
+        "Take the rows that one expert gets. The chart shows which experts the same rows get in "
+        "the next expert layer. Only first choices count."
+    )
+    return Part(
+        "Do experts follow each other?", text, charts.chosen(chart, "pair", "layers").to_dict()
+    )

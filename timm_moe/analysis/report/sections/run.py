@@ -15,7 +15,8 @@ from ..page import Part, Section
 from .routing import DEAD
 from .similarity import DISTANCE
 
-#: Distance of the experts from their mean, over the size of that mean, below which they count as together.
+#: Distance of the experts from their mean, over the size of that mean, below which they count as
+#: together.
 TOGETHER = 0.1
 #: Columns of summary.csv, with the key and the name of their series.
 COLUMNS = {
@@ -33,7 +34,8 @@ Layers = list[tuple[int, str, dict[str, Any]]]
 def run_section(folder: Path | None, classes: int | None = None) -> Section | None:
     """Show the training run in train.py's folder; None if nothing is known about it.
 
-    The accuracy of the best five answers is left out if there are five classes or fewer, as it is always 1.
+    The accuracy of the best five answers is left out if there are five classes or fewer, as it is
+    always 1.
 
     Raises:
         ValueError: if a file is damaged.
@@ -49,7 +51,9 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     ]
     losses = [point for point in points if "images" in point]
     accuracies = [point for point in points if "accuracy" in point]
-    layers = [(entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()]
+    layers = [
+        (entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()
+    ]
     parts = [
         _part("Does the loss still fall?", losses, _trend, "images", "loss"),
         _part("How accurate was it in each epoch?", accuracies, _best, "accuracy", "accuracy (%)"),
@@ -87,7 +91,8 @@ def _part(
 ) -> Part | None:
     """Draw the finite values, with a sentence on the epochs of the others; None if there are no values.
 
-    ``series`` names the field whose values are the lines, ``choice`` one of whose values the reader chooses one.
+    ``series`` names the field whose values are the lines, ``choice`` one of whose values the reader
+    chooses one.
     """
     known = _finite(points)
     lost = _lost(sorted({point["epoch"] for point in points if not _is_finite(point["value"])}))
@@ -115,13 +120,15 @@ def _lost(epochs: Sequence[int]) -> str:
     ranges = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
     listed = " and ".join(filter(None, [", ".join(ranges[:-1]), ranges[-1]]))
     return (
-        f"Left out: epoch{'s' if len(epochs) > 1 else ''} {listed}, where it was not a finite number. The run may have "
-        "diverged there."
+        f"Left out: epoch{'s' if len(epochs) > 1 else ''} {listed}, where it was not a finite "
+        "number. The run may have diverged there."
     )
 
 
 def _trend(losses: Points) -> str:
-    images = "evaluation" if any(point["images"] == "evaluation" for point in losses) else "training"
+    images = (
+        "evaluation" if any(point["images"] == "evaluation" for point in losses) else "training"
+    )
     own = [point for point in losses if point["images"] == images]
     lowest, last = min(own, key=lambda point: point["value"]), own[-1]
     place = f"the last epoch, {last['epoch']}" if lowest is last else f"epoch {lowest['epoch']}"
@@ -142,13 +149,27 @@ def _best(accuracies: Points) -> str:
 
 
 def _of_layers(layers: Layers, figure: str) -> Points:
-    return _finite([{"epoch": epoch, "layer": name, "value": layer.get(figure)} for epoch, name, layer in layers])
+    return _finite(
+        [
+            {"epoch": epoch, "layer": name, "value": layer.get(figure)}
+            for epoch, name, layer in layers
+        ]
+    )
 
 
 def _share_rate_part(epochs: Sequence[dict[str, Any]]) -> Part | None:
-    rates = [{"epoch": entry["epoch"], "value": entry["share_rate"], "of": "share rate"} for entry in epochs]
+    rates = [
+        {"epoch": entry["epoch"], "value": entry["share_rate"], "of": "share rate"}
+        for entry in epochs
+    ]
     text = "After each step every expert moves by this share towards the mean of the other experts."
-    return _part("How much are the experts averaged?", _finite(rates), text, "of", "share rate of the last step")
+    return _part(
+        "How much are the experts averaged?",
+        _finite(rates),
+        text,
+        "of",
+        "share rate of the last step",
+    )
 
 
 def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | None:
@@ -157,7 +178,9 @@ def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | Non
     if not spreads:
         return None
     first, last = spreads[0]["epoch"], spreads[-1]["epoch"]
-    begin, end = (fmean(row["value"] for row in spreads if row["epoch"] == epoch) for epoch in (first, last))
+    begin, end = (
+        fmean(row["value"] for row in spreads if row["epoch"] == epoch) for epoch in (first, last)
+    )
     if first == last:
         verdict = "They are together." if end < TOGETHER else "They are not together."
     elif end < TOGETHER:
@@ -165,7 +188,11 @@ def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | Non
     elif end < 0.9 * begin:
         verdict = "They came closer to each other."
     else:
-        verdict = "They moved apart." if end > 1.1 * begin else "They did not: their distance hardly changed."
+        verdict = (
+            "They moved apart."
+            if end > 1.1 * begin
+            else "They did not: their distance hardly changed."
+        )
     if any(entry["share_rate"] for entry in epochs):
         title, averaging = "Did the experts come together?", "Averaging was on."
     else:
@@ -175,8 +202,8 @@ def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | Non
         averaging = f"Nothing averaged the experts{off}."
     later = "" if first == last else f" and {end:.3g} after epoch {last}"
     text = (
-        f"{verdict} {averaging} Their distance from their mean was {begin:.3g} after epoch {first}{later}, on average "
-        f"over the layers. {DISTANCE}"
+        f"{verdict} {averaging} Their distance from their mean was {begin:.3g} after epoch "
+        f"{first}{later}, on average over the layers. {DISTANCE}"
     )
     return _part(title, spreads, text, "layer", "distance from the mean")
 
@@ -194,10 +221,18 @@ def _load_part(layers: Layers) -> Part | None:
     little = "had less than a tenth of an even share"
     found = f"these {little}: {', '.join(idle)}" if idle else f"none {little}"
     text = (
-        f"In the last epoch, {last}, {found}. The chart has each expert's share of the choices. A line that "
-        "falls to 0 is an expert that the router no longer takes."
+        f"In the last epoch, {last}, {found}. The chart has each expert's share of the choices. A "
+        "line that falls to 0 is an expert that the router no longer takes."
     )
-    return _part("Is every expert used in training?", loads, text, "expert", "share of the choices", "layer", True)
+    return _part(
+        "Is every expert used in training?",
+        loads,
+        text,
+        "expert",
+        "share of the choices",
+        "layer",
+        True,
+    )
 
 
 def _dropped_part(layers: Layers) -> Part | None:
@@ -206,10 +241,13 @@ def _dropped_part(layers: Layers) -> Part | None:
         return None
     most = max(row["value"] for row in dropped if row["epoch"] == dropped[-1]["epoch"])
     text = (
-        f"In the last epoch up to {most:.1%} of a layer's choices were dropped, because their expert was full. A "
-        "larger capacity_factor, or a balancing loss, leaves more of them a place."
+        f"In the last epoch up to {most:.1%} of a layer's choices were dropped, because their "
+        "expert was full. A larger capacity_factor, or a balancing loss, leaves more of them a "
+        "place."
     )
-    return _part("How many choices found no place?", dropped, text, "layer", "dropped choices", percent=True)
+    return _part(
+        "How many choices found no place?", dropped, text, "layer", "dropped choices", percent=True
+    )
 
 
 def _router_losses_part(layers: Layers) -> Part | None:
@@ -219,7 +257,15 @@ def _router_losses_part(layers: Layers) -> Part | None:
         for loss, value in layer.get("losses", {}).items()
     ]
     text = (
-        "These losses are added to the training loss. z is against large logits, local_entropy for sure choices; the "
-        "others keep the experts evenly used. Even use is 0 for importance, load and global_entropy, 1 for balance."
+        "These losses are added to the training loss. z is against large logits, local_entropy for "
+        "sure choices; the others keep the experts evenly used. Even use is 0 for importance, load "
+        "and global_entropy, 1 for balance."
     )
-    return _part("What did the routers' losses do?", losses, text, "layer", "router's loss, without weight", "loss")
+    return _part(
+        "What did the routers' losses do?",
+        losses,
+        text,
+        "layer",
+        "router's loss, without weight",
+        "loss",
+    )

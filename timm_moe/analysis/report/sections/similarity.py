@@ -19,12 +19,13 @@ from ...data import Inference, batches, in_eval_mode
 from .. import charts
 from ..page import Part, Section
 
-#: Rows of a layer's input on which the outputs of its experts are compared, and images that they come from.
+#: Rows of a layer's input on which the outputs of its experts are compared, and images that they
+#: come from.
 ROWS, IMAGES = 512, 16
 #: Explains the distance of the experts from their mean.
 DISTANCE = (
-    "The distance is divided by the size (the norm) of that mean: at 0 all experts are equal, and near √(E - 1), for E "
-    "experts, they have nothing in common."
+    "The distance is divided by the size (the norm) of that mean: at 0 all experts are equal, and "
+    "near √(E - 1), for E experts, they have nothing in common."
 )
 
 
@@ -39,7 +40,9 @@ class ExpertSimilarity:
 
 
 @torch.inference_mode()
-def expert_similarity(model: nn.Module, images: ImageDataset, inference: Inference) -> list[ExpertSimilarity]:
+def expert_similarity(
+    model: nn.Module, images: ImageDataset, inference: Inference
+) -> list[ExpertSimilarity]:
     """Compare the experts of each layer of a model on the rows that some of the images give it."""
     layers = moe_layers(model)
     some = range(0, len(images), max(1, len(images) // IMAGES))[:IMAGES]
@@ -57,8 +60,12 @@ def expert_similarity(model: nn.Module, images: ImageDataset, inference: Inferen
             model(x)
         for path, layer in layers.items():
             stacked = whole_experts(layer).values()
-            weights_ED = torch.cat([tensor.float().reshape(layer.num_experts, -1) for tensor in stacked], 1)
-            outputs = [_output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)]
+            weights_ED = torch.cat(
+                [tensor.float().reshape(layer.num_experts, -1) for tensor in stacked], 1
+            )
+            outputs = [
+                _output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)
+            ]
             cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
             similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
     return similarities
@@ -88,11 +95,17 @@ def similarity_section(similarities: Sequence[ExpertSimilarity]) -> Section | No
         for other, cosine in enumerate(cosines)
     ]
     chart = charts.chosen(charts.heatmap(rows, "expert", "cosine", highest=1.0), "of", "compare")
-    distances = [f"{layer.layer} {layer.spread:.3g}" for layer in similarities if layer.spread is not None]
+    distances = [
+        f"{layer.layer} {layer.spread:.3g}" for layer in similarities if layer.spread is not None
+    ]
     text = (
-        "The chart compares two experts by the cosine of their weights, or of their outputs on the same rows. 1 means "
-        "that they are the same, 0 that they have nothing to do with each other."
+        "The chart compares two experts by the cosine of their weights, or of their outputs on the "
+        "same rows. 1 means that they are the same, 0 that they have nothing to do with each other."
     )
     if distances:
         text += f" Distance of the experts from their mean in this checkpoint: {'; '.join(distances)}. {DISTANCE}"
-    return Section("alike", "How alike are the experts?", [Part("Do the experts differ?", text, chart.to_dict())])
+    return Section(
+        "alike",
+        "How alike are the experts?",
+        [Part("Do the experts differ?", text, chart.to_dict())],
+    )
