@@ -16,23 +16,22 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int]:
-    """Return the block numbers of a placement rule (see :func:`convert_to_moe`) in a model of ``depth`` blocks.
+    """Return the sorted block numbers that a placement rule selects.
+
+    Args:
+        moe_layers: the rule, or block numbers (see :func:`convert_to_moe`).
+        depth: number of blocks of the model.
 
     Raises:
         ValueError: if the rule is unknown or asks for blocks that the model does not have.
     """
     given = moe_layers.split(",") if isinstance(moe_layers, str) else moe_layers
     parts = [str(part).strip() for part in (given if isinstance(given, Iterable) else [given])]
-    rule, _, text = parts[0].rpartition("-") if parts else ("", "", "")
-    if len(parts) == 1 and rule in ("every", "last", "tail") and text.isdecimal():
-        allowed, number = range(1, depth, 2) if rule == "last" else range(depth), int(text)
-        if not 1 <= number <= len(allowed):
-            kind = "odd-numbered blocks" if rule == "last" else "blocks"
-            raise ValueError(
-                f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and "
-                f"{len(allowed)}, the number of {kind} with an Mlp."
-            )
-        return list(allowed[number - 1 :: number] if rule == "every" else allowed[-number:])
+
+    rule, _, number = parts[0].rpartition("-") if parts else ("", "", "")
+    if len(parts) == 1 and rule in ("every", "last", "tail") and number.isdecimal():
+        return _blocks_of_rule(rule, int(number), depth)
+
     if not parts or not all(part.removeprefix("-").isdecimal() for part in parts):
         raise ValueError(
             "moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers such as '1,3,5', "
@@ -45,6 +44,18 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
             f"moe_layers names block {outside[0]}, but the model has blocks 0 to {depth - 1}."
         )
     return sorted(blocks)
+
+
+def _blocks_of_rule(rule: str, number: int, depth: int) -> list[int]:
+    """Return the block numbers that ``"every-n"``, ``"last-n"`` or ``"tail-n"`` selects."""
+    allowed = range(1, depth, 2) if rule == "last" else range(depth)
+    if not 1 <= number <= len(allowed):
+        kind = "odd-numbered blocks" if rule == "last" else "blocks"
+        raise ValueError(
+            f"moe_layers='{rule}-{number}' does not fit: n must lie between 1 and "
+            f"{len(allowed)}, the number of {kind} with an Mlp."
+        )
+    return list(allowed[number - 1 :: number] if rule == "every" else allowed[-number:])
 
 
 #: Wrappers that hold a model as their ``module``, by class and by the name of a class that would
@@ -63,7 +74,13 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def refuse_wrapped(model: nn.Module, path: str) -> None:
-    """Raise ValueError if a network, or a module around it, is wrapped: the wrapper would not know of the experts."""
+    """Refuse a network that is wrapped, or is inside a module that is.
+
+    The wrapper would not know of the experts.
+
+    Raises:
+        ValueError: if the network is wrapped.
+    """
     names = path.split(".")
     around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
     wrappers = [type(module).__name__ for module in around if unwrapped(module) is not module]
@@ -97,11 +114,18 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def parameters(module: nn.Module) -> int:
+    """Count the entries of all parameters of a module, shared ones once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
-    """Count the parameters that a token passes through if it takes this many experts per layer, by default K."""
+    """Count the parameters that a token passes through.
+
+    Args:
+        model: a model with or without expert layers.
+        experts: number of experts that a token takes in each layer; by default as many as its
+            router gives it.
+    """
     return parameters(model) - sum(
         (layer.num_experts - (experts or layer.router.experts_of_row()))
         * parameters_of_an_expert(layer)
@@ -110,9 +134,9 @@ def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
 
 
 def parameters_of_an_expert(layer: MoeMlp) -> int:
-    return (
-        sum(stacked.numel() for _, stacked in layer.named_expert_parameters()) // layer.num_experts
-    )
+    """Count the parameters of one expert of a layer."""
+    of_all = sum(stacked.numel() for _, stacked in layer.named_expert_parameters())
+    return of_all // layer.num_experts
 
 
 def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
@@ -123,11 +147,12 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     """
     experts: dict[str, Tensor] = dict(layer.named_expert_parameters())
     for name, shape in layer.stacked_shapes.items():
-        stacked, owner = experts[name], name.rpartition(".")[0]
+        stacked = experts[name]
+        owner = layer.get_submodule(name.rpartition(".")[0])
         # FSDP1 may leave no parameter in the module.
         is_plain = isinstance(stacked, nn.Parameter)
-        taken = not is_plain and next(layer.get_submodule(owner).parameters(), None) is None
-        if stacked.shape != shape or taken:
+        is_taken = not is_plain and next(owner.parameters(), None) is None
+        if stacked.shape != shape or is_taken:
             raise ValueError(
                 f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since "
                 f"a wrapper holds them in flat pieces ({name} should have the shape "
@@ -139,16 +164,18 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
 
 
 def put(model: nn.Module, path: str, old: nn.Module, new: nn.Module) -> None:
-    """Replace a network by an expert layer, or the other way round, in every block that shares it."""
+    """Replace a network by an expert layer, or an expert layer by a network.
+
+    Every block that shares the old module gets the new one.
+    """
     block = model.get_submodule(path.rpartition(".")[0])
     if isinstance(old, SplitFfn):
         old.install(model, block, new)
     elif isinstance(new, SplitFfn):
         new.restore(model, block)
     else:
-        for name in [
-            name for name, module in model.named_modules(remove_duplicate=False) if module is old
-        ]:
+        everything = list(model.named_modules(remove_duplicate=False))
+        for name in [name for name, module in everything if module is old]:
             model.set_submodule(name, new)
 
 
@@ -158,7 +185,10 @@ def copy_sharing_tensors(model: ModelT) -> ModelT:
 
 
 def copied(model: ModelT, memo: dict[int, Any]) -> ModelT:
-    """Copy a module except for the objects in ``memo``, without the autocast that Accelerate puts around forwards."""
+    """Copy a module, but not the objects in ``memo``, which maps ids to what is taken instead.
+
+    The copy is without the autocast that Accelerate puts around a model's forward.
+    """
     model = copy.deepcopy(model, memo)
     if vars(model).pop("_original_forward", None):
         del model.forward

@@ -1,4 +1,8 @@
-"""Check that a network can become experts: it holds its weights, and treats each of a few rows independently."""
+"""Checks that a network can become experts.
+
+Such a network holds its weights itself and treats every row independently, which is tried on a few
+rows.
+"""
 
 import contextlib
 import copy
@@ -16,46 +20,64 @@ from .split import ResidualFfn, SplitFfn
 
 #: timm's feed-forward networks, which are known to treat rows independently.
 FFN_CLASSES: tuple[type, ...] = (
-    *(Mlp, GluMlp, SwiGLU),
+    Mlp,
+    GluMlp,
+    SwiGLU,
     *timm_classes("tiny_vit.NormMlp", "vitamin.GeGluMlp", "gemma4_vit.Gemma4GatedMlp"),
 )
 
 #: Beginnings of the names of classes that treat rows independently in both modes.
 _KNOWN = (
-    *(f"torch.nn.modules.{name}" for name in ("activation.", "container.", "dropout.", "linear.")),
-    *(f"torch.nn.modules.normalization.{name}" for name in ("LayerNorm", "RMSNorm")),
-    *(f"timm.layers.{name}" for name in ("activations", "norm.LayerNorm", "norm.RmsNorm")),
+    "torch.nn.modules.activation.",
+    "torch.nn.modules.container.",
+    "torch.nn.modules.dropout.",
+    "torch.nn.modules.linear.",
+    "torch.nn.modules.normalization.LayerNorm",
+    "torch.nn.modules.normalization.RMSNorm",
+    "timm.layers.activations",
+    "timm.layers.norm.LayerNorm",
+    "timm.layers.norm.RmsNorm",
     "timm.models.metaformer.StarReLU",
 )
-#: Largest difference between a row's outputs in two batches, relative to the largest output:
-#: float32 rounding.
+
+#: Largest difference between a row's outputs in two batches, relative to the largest output. It
+#: leaves room for rounding in float32.
 TOLERANCE = 1e-4
 
 
 def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
-    """Raise ValueError, with the network's name in the model, unless the network can become experts."""
+    """Refuse a network that cannot become experts.
+
+    Args:
+        model: the model that holds the network.
+        path: name of the network in the model, for the message.
+        network: the network.
+
+    Raises:
+        ValueError: if the network cannot become experts; the message says why.
+    """
     check_weights(path, network)
     reason = _unfit(model, network) or _mixing(network)
     if reason:
-        parts = (
-            " with ".join(network._modules)
-            if isinstance(network, SplitFfn)
-            else f"a {type(network).__name__}"
-        )
-        raise ValueError(f"{path}, {parts}, cannot become experts: {reason}.")
+        is_split = isinstance(network, SplitFfn)
+        kind = " with ".join(network._modules) if is_split else f"a {type(network).__name__}"
+        raise ValueError(f"{path}, {kind}, cannot become experts: {reason}.")
 
 
 def is_known(network: nn.Module) -> bool:
-    """Tell if a network and its parts are of well-known classes, so that it need not be tried on rows."""
+    """Tell if a network and its parts are of known classes and need not be tried on rows."""
     kinds = {type(part) for part in network.modules()}
     unknown = (f"{kind.__module__}.{kind.__qualname__}" for kind in kinds.difference(FFN_CLASSES))
     return type(network) in FFN_CLASSES and all(name.startswith(_KNOWN) for name in unknown)
 
 
 def check_weights(path: str, network: nn.Module) -> None:
-    """Raise ValueError, with the remedy, if a part of a network computes its weights from others or has adapters.
+    """Refuse a network with adapters, or with a part that computes its weights from other tensors.
 
     Each of these tensors would be stacked and averaged by itself, or the old weights would be used.
+
+    Raises:
+        ValueError: if there is such a part; the message names the remedy.
     """
     prefix = path.rpartition(".")[0] if isinstance(network, SplitFfn) else path
     for name, module in network.named_modules():
@@ -69,32 +91,29 @@ def check_weights(path: str, network: nn.Module) -> None:
 
 
 def computed_by(module: nn.Module) -> tuple[str, str] | None:
-    """Say what computes the weights of a module and what ends it, or return None."""
-    if type(module).__module__.partition(".")[0] in ("peft", "adapters") or hasattr(
-        module, "lora_A"
-    ):
+    """Return what computes the weights of a module and its remedy, as two phrases, or None."""
+    library = type(module).__module__.partition(".")[0]
+    if library in ("peft", "adapters") or hasattr(module, "lora_A"):
         return "has adapters", "merge them by model = model.merge_and_unload()"
     if parametrize.is_parametrized(module):
-        return (
-            "is parametrized",
-            "take that off by torch.nn.utils.parametrize.remove_parametrizations",
-        )
+        remedy = "take that off by torch.nn.utils.parametrize.remove_parametrizations"
+        return "is parametrized", remedy
     if "forward" in vars(module):
-        return (
-            "has a forward bound to it",
-            "take that off (accelerate.hooks.remove_hook_from_submodules)",
-        )
+        remedy = "take that off (accelerate.hooks.remove_hook_from_submodules)"
+        return "has a forward bound to it", remedy
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, (WeightNorm, SpectralNorm, prune.BasePruningMethod)):
-            remedy = "take that off (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
-            return f"has a hook that computes its weights ({type(hook).__name__})", remedy
+            what = f"has a hook that computes its weights ({type(hook).__name__})"
+            remedies = "torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove"
+            return what, f"take that off ({remedies})"
     return None
 
 
 def row_width(network: nn.Module) -> int:
-    """Return D, the width of the rows that a network takes: the input width of the linear layer that it calls first.
+    """Return D, the width of the rows that a network takes.
 
-    A network may name its layers in any order, so the widths are tried on the meta device.
+    D is the input width of the linear layer that the network calls first. A network may name its
+    layers in any order, so each width is tried on the meta device.
     """
     widths = dict.fromkeys(
         module.in_features for module in network.modules() if isinstance(module, nn.Linear)
@@ -111,17 +130,17 @@ def row_width(network: nn.Module) -> int:
 
 
 def _unfit(model: nn.Module, network: nn.Module) -> str | None:
+    """Return why a network's tensors cannot be stacked, or None."""
     buffer = next(iter(network.named_buffers()), None)
     if buffer is not None:
         return f"it holds a buffer ({buffer[0]}), of which experts would need one each"
     if not any(isinstance(module, nn.Linear) for module in network.modules()):
         return "it has no torch.nn.Linear that tells the width of its rows"
-    own, first = (
-        {id(parameter) for parameter in network.parameters()},
-        {name for name, _ in model.named_parameters()},
-    )
+
+    own = {id(parameter) for parameter in network.parameters()}
+    first_names = {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in own and name not in first:
+        if id(parameter) in own and name not in first_names:
             return f"it is used twice, since its weights are also called {name}"
     return None
 
@@ -130,10 +149,13 @@ def _unfit(model: nn.Module, network: nn.Module) -> str | None:
 def _mixing(network: nn.Module) -> str | None:
     """Return what is wrong with a network's outputs of a few rows, in eval mode or in training.
 
-    The weights are random: ones at or near zero would hide that rows mix.
+    The rows go through a copy with random weights, since weights near zero would hide that rows
+    mix.
     """
-    width, device = row_width(network), next(network.parameters()).device
-    device = device if device.type == "cuda" else torch.device("cpu")
+    width = row_width(network)
+    device = next(network.parameters()).device
+    if device.type != "cuda":
+        device = torch.device("cpu")
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -154,7 +176,7 @@ def _mixing(network: nn.Module) -> str | None:
                     f"it cannot be called with rows (n, width) alone, here {(4, width)} ({line})"
                 )
             if reason:
-                return reason + " in training mode" * training
+                return f"{reason} in training mode" if training else reason
         return _wrong_expert(probe.eval(), experts.eval(), x)
 
 
@@ -165,16 +187,21 @@ def _wrong_rows(network: nn.Module, x: Tensor) -> str | None:
         with _same_draws(x.device):  # of dropout and noise
             return network(x)
 
-    rows, others = x.flatten(0, 1), 1 - 2 * x.flatten(0, 1)
+    rows = x.flatten(0, 1)
+    others = 1 - 2 * rows
     others[1] = rows[1]
     y = outputs_of(rows)
     if not isinstance(y, Tensor):
         return f"it returns a {type(y).__name__} and not a tensor"
     if y.shape[:-1] != rows.shape[:-1]:
-        return f"it makes {tuple(y.shape)} of rows of shape {tuple(rows.shape)}, which changes their number"
+        return (
+            f"it makes {tuple(y.shape)} of rows of shape {tuple(rows.shape)}, which changes their "
+            "number"
+        )
     if not _equal(outputs_of(others)[1], y[1]):
         return "it mixes rows, so what it makes of a token depends on the others"
-    if network.training:  # where it may drop whole images at random
+
+    if network.training:  # It may drop whole images at random, which rows (4, D) do not show.
         return None
     if not _equal(outputs_of(x).flatten(0, 1), y):
         return (
@@ -186,8 +213,13 @@ def _wrong_rows(network: nn.Module, x: Tensor) -> str | None:
 
 
 def _wrong_expert(network: nn.Module, experts: Experts, x: Tensor) -> str | None:
-    """Compare a network with the first of its experts; one that calls a module by another way has no weights there."""
-    rows, ends = x.flatten(0, 1), torch.tensor([2, 4], device=x.device)
+    """Return what is wrong with the outputs of experts made from a network, or None.
+
+    An expert is the network with other tensors in its submodules. A network that holds a module
+    elsewhere too, and calls that, would compute with weights that are not the expert's.
+    """
+    rows = x.flatten(0, 1)
+    ends = torch.tensor([2, 4], device=x.device)
     with contextlib.suppress(Exception):
         if _equal(experts.run(rows, ends)[:2], network(rows[:2])):
             return None
@@ -195,11 +227,12 @@ def _wrong_expert(network: nn.Module, experts: Experts, x: Tensor) -> str | None
 
 
 def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Put the random generator of a device back as it was at the beginning of the block."""
+    """Put a device's random generator back, at the end of the block, to where it was before."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _equal(actual: Tensor, expected: Tensor) -> bool:
+    """Tell if two tensors have the same shape and, within :data:`TOLERANCE`, the same values."""
     tolerance = TOLERANCE * expected.abs().max().item()
     return actual.shape == expected.shape and torch.allclose(
         actual, expected, rtol=0, atol=tolerance, equal_nan=True

@@ -74,54 +74,53 @@ def convert_to_moe(
 
     Of ``router="expert_choice"``:
         capacity_factor, noise_std, gate_mode, group_images: see
-        :class:`timm_moe.layers.ExpertChoiceRouter`.
+            :class:`timm_moe.layers.ExpertChoiceRouter`.
 
     Of ``router="top_k"``, ``"expert_choice"`` and routers of other packages:
         shared_expert: add an expert without a gate that every token passes through (ViMoE).
         shared_init: its initial weights: ``"pretrained"``, a copy of the dense network, or
-        ``"zero_out"``, so that it
-            adds nothing.
+            ``"zero_out"``, so that it adds nothing.
         expert_width: hidden width of an expert as a fraction 1 / M of the dense network's
-        (fine-grained experts):
-            expert e is the part e % M of the dense network. There is no averaging then.
+            (fine-grained experts): expert e is the part e % M of the dense network. There is no
+            averaging then.
 
     Of ``router="top_k"``:
         top_k, noise_std, capacity_factor, eval_capacity_factor, capacity_multiple,
-        capacity_rounding, batch_priority,
-            group_images, gate_mode: see :class:`timm_moe.layers.TopKRouter`. Write ``"none"`` for
-            no capacity, as timm's ``create_model`` drops options that are None.
+            capacity_rounding, batch_priority, group_images, gate_mode: see
+            :class:`timm_moe.layers.TopKRouter`. Write ``"none"`` for no capacity, as timm's
+            ``create_model`` drops options that are None.
         aux_loss: the routers' losses, ``"importance"``, ``"load"``, ``"balance"``,
-        ``"balance_top_k"``,
-            ``"local_entropy"``, ``"global_entropy"`` (LIMoE) or several joined by ``+``.
+            ``"balance_top_k"``, ``"local_entropy"``, ``"global_entropy"`` (LIMoE) or several joined
+            by ``+``.
         aux_loss_weight: weight of their mean in the training loss, summed over the layers; 0 for
-        none. In your own
-            loop, add :func:`timm_moe.auxiliary_loss`.
+            none. In your own loop, add :func:`timm_moe.auxiliary_loss`.
         z_loss_weight: weight of the loss against large logits, 0.001 in ST-MoE; 0 for none.
-        balance: ``"loss"``, by ``aux_loss``, or ``"bias"``, in its place by a bias on the gates,
-        for the choice alone,
-            which moves by ``bias_rate`` at each optimizer step (arXiv 2408.15664).
+        balance: what balances the experts. ``"loss"``: the losses of ``aux_loss``. ``"bias"``: in
+            their place a bias on the gates, for the choice alone, which moves by ``bias_rate`` at
+            each optimizer step (arXiv 2408.15664).
         score: the gates. ``"softmax"`` or ``"sigmoid"`` of products with the rows, or ``"cosine"``:
-        the softmax of
-            scaled cosines (Swin-MoE).
+            the softmax of scaled cosines (Swin-MoE).
         route_scale: factor of all gates.
         routing_unit: ``"token"``, or ``"image"``: all tokens of an image follow its class token,
-        the first (ViMoE). ensemble_size: M, members among which the experts are divided; 1 for no
-        ensemble (pBE). ensemble: kind of ensemble. ``"pbe"``: each image is in the batch M times,
-        each member's tokens choose among its
-            experts. Ablations: ``"tiling"``: the same with all experts for all members, which
-            differ by noise alone, also in eval mode; ``"partitioning"``: each image once, each
-            token chooses K experts of each part; ``"multi_head"``: M = K, in the last layer the
-            k-th choice of each token goes to the k-th member. All but ``"partitioning"`` need a
-            model that repeats the images and separates the members' outputs, as ``vmoe_pbe_*`` do.
+            the first (ViMoE).
+        ensemble_size: M, members among which the experts are divided (pBE); 1 for no ensemble.
+        ensemble: kind of ensemble. ``"pbe"``: each image is in the batch M times, and each member's
+            tokens choose among its experts. The others are ablations. ``"tiling"``: as ``"pbe"``,
+            but every member has all experts, and members differ by noise alone, also in eval mode.
+            ``"partitioning"``: each image is in the batch once, and each token chooses K experts of
+            each part. ``"multi_head"``: M = K, and in the last layer the k-th choice of each token
+            goes to the k-th member. All but ``"partitioning"`` need a model that repeats the images
+            and separates the members' outputs, as ``vmoe_pbe_*`` do.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: if an option or its value does not suit the router, or the router the input of a
-            network, the model has no block that can be converted or is wrapped (DDP, torch.compile,
-            ...: convert first), or a network that ``modules`` names cannot be (it mixes rows, holds
-            buffers, is used twice, ...); the model is then unchanged.
+        ValueError: if an option or its value does not suit the router; if the router does not suit
+            the input of a network; if the model has no block that can be converted, or is wrapped
+            (DDP, torch.compile, ...: convert first); if a network that ``modules`` names cannot be
+            converted (it mixes rows, holds buffers, is used twice, ...). The model is then
+            unchanged.
         TypeError: if no router has an option of that name, or what routes is no ``Router``.
     """
     spec = get_spec(router)
@@ -132,37 +131,55 @@ def convert_to_moe(
     if share_schedule is not None:
         get_schedule(share_schedule)
     layer_options |= dict(expert_init=expert_init, expert_dropout=expert_dropout)
+
     chosen = _chosen_networks(model, moe_layers, modules)
+    last = list(chosen)[-1]
     layers: dict[str, MoeMlp] = {}
     for path, ffn in chosen.items():
-        factory = (path == list(chosen)[-1] and spec.last_factory) or spec.factory
+        factory = spec.last_factory if path == last and spec.last_factory else spec.factory
         weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
         with torch.device(weight.device):
             own_router = factory(row_width(ffn), num_experts, **router_options).to(weight.dtype)
-        layer = layers[path] = spec.layer(ffn, own_router, num_experts, **layer_options)
-        if share_schedule is not None:
-            layer.share_rate, layer.share_schedule = layer.share_rate or 0.3, share_schedule
-        if share_rate is not None:
-            layer.share_rate = share_rate
-        check_share_rate(layer.share_rate, num_experts, parts=layer.parts)
+        layer = spec.layer(ffn, own_router, num_experts, **layer_options)
+        _set_averaging(layer, share_rate, share_schedule)
         if layer.router.needs_whole_images and not has_images_first(model, path):
             raise ValueError(
                 "This router needs the tokens of whole images, but the first dimension of the "
                 f"input of {path} is not images: name other moe_layers, take another router or, in "
                 "torch's encoder layers, batch_first=True."
             )
+        layers[path] = layer
+
+    # Nothing is replaced before all layers are built, so that an error leaves the model unchanged.
     for path, layer in layers.items():
-        layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
-        layer.train(chosen[path].training)
-        put(model, path, chosen[path], layer)
+        ffn = chosen[path]
+        layer.path = path
+        layer.replaced = tuple(weakref.ref(parameter) for parameter in ffn.parameters())
+        layer.train(ffn.training)
+        put(model, path, ffn, layer)
     add_hooks(model, layers)
     return model
+
+
+def _set_averaging(layer: MoeMlp, share_rate: float | None, share_schedule: str | None) -> None:
+    """Set how the experts of a layer are averaged; None leaves what the layer's class says."""
+    if share_schedule is not None:
+        layer.share_rate = layer.share_rate or EwaMlp.share_rate
+        layer.share_schedule = share_schedule
+    if share_rate is not None:
+        layer.share_rate = share_rate
+    check_share_rate(layer.share_rate, layer.num_experts, parts=layer.parts)
 
 
 def _chosen_networks(
     model: nn.Module, moe_layers: str | int | Iterable[int] | None, modules: Modules | None
 ) -> dict[str, nn.Module]:
-    """Find the networks of the chosen blocks by name; ValueError if one is an expert layer, or there are none."""
+    """Find the networks of the chosen blocks by name.
+
+    Raises:
+        ValueError: if there are none, or one of them is wrapped, has computed weights, or is an
+            expert layer already.
+    """
     networks = find_networks(model, modules)
     if not any(isinstance(network, nn.Module) for network in networks.values()):
         raise ValueError(
@@ -171,10 +188,10 @@ def _chosen_networks(
         )
     if moe_layers is None:
         moe_layers = "every-2" if modules is None else "every-1"
+
     paths = list(networks)
-    selected = {
-        paths[block]: networks[paths[block]] for block in select_blocks(moe_layers, len(paths))
-    }
+    blocks = select_blocks(moe_layers, len(paths))
+    selected = {paths[block]: networks[paths[block]] for block in blocks}
     chosen = {path: ffn for path, ffn in selected.items() if isinstance(ffn, nn.Module)}
     is_rule = isinstance(moe_layers, str) and "-" in moe_layers
     for path, ffn in selected.items():

@@ -16,7 +16,9 @@ _logger = logging.getLogger(__name__)
 def to_dense(
     model: nn.Module, method: str = "average", svd_ratio: float | None = None
 ) -> nn.Module:
-    """Make a new model of stock timm classes with one feed-forward network instead of the experts of each layer.
+    """Make a new dense model: one feed-forward network takes the place of each layer's experts.
+
+    The new model is of stock classes of timm, or of the library that the model comes from.
 
     Args:
         model: a model with expert layers; it is not changed. Wrappers (DDP, torch.compile, EMA) are
@@ -45,9 +47,10 @@ def to_dense(
 def to_dense_(
     model: nn.Module, method: str = "average", svd_ratio: float | None = None
 ) -> nn.Module:
-    """Do the work of :func:`to_dense` in place, layer by layer: needs memory for one more dense layer only.
+    """Do the work of :func:`to_dense` in place, on a model without wrappers.
 
-    The model has no wrappers. If gathering fails at a later layer, the earlier ones stay dense.
+    It goes layer by layer, so it needs memory for one more dense layer only. If gathering fails at
+    a later layer, the earlier ones stay dense.
     """
     gather = get_method(method, svd_ratio)
     layers = moe_layers(model)
@@ -56,9 +59,9 @@ def to_dense_(
             f"This {type(model).__name__} has no expert layers, so it is dense already."
         )
     for path in list(layers):
-        if method == "svd":  # which takes seconds for every expert
+        if method == "svd":  # It takes seconds for every expert.
             _logger.info("Gathering %s, %s layers left ...", path, len(layers))
-        layer = layers.pop(path)  # so that it is freed
+        layer = layers.pop(path)  # nothing else keeps it in memory
         put(model, path, layer, layer.to_ffn(gather(layer.stacked_weights())))
     for module in model.modules():
         remove_hooks(module)
@@ -69,9 +72,17 @@ def to_dense_(
 
 
 def require_weights(model: nn.Module, or_none: bool = False) -> None:
-    """Raise ValueError if weights are spread over processes, which would wait for each other, or have no values.
+    """Refuse a model with weights that are not here.
 
-    ``or_none`` allows a model wholly on the meta device.
+    Weights may be spread over processes (FSDP2), which would wait for each other, or have no
+    values: they are offloaded, or were not loaded.
+
+    Args:
+        model: the model.
+        or_none: allow a model that is on the meta device as a whole.
+
+    Raises:
+        ValueError: if weights are spread or missing; the message names the remedy.
     """
     spread = [
         name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")
@@ -95,10 +106,10 @@ def require_weights(model: nn.Module, or_none: bool = False) -> None:
 
 @contextlib.contextmanager
 def swapped_for_dense(model: nn.Module) -> Iterator[None]:
-    """Temporarily swap in dense layers; on exit, reinitialise the experts from them.
+    """Swap in dense layers for the block of code; at its end, reinitialise the experts from them.
 
-    So a stock model's own ``init_weights`` initialises experts too. Their parameters stay the same
-    objects.
+    So a stock model's own ``init_weights`` initialises experts too. The experts' parameters stay
+    the same objects.
     """
     swaps = [
         (path, layer, layer.to_ffn(average(layer.stacked_weights())))

@@ -1,4 +1,7 @@
-"""Search for the feed-forward networks of a model that can become experts: known ones, or ones that the user names."""
+"""Search for the feed-forward networks of a model that can become experts.
+
+They are known to this package, or the user names them.
+"""
 
 import inspect
 import logging
@@ -15,16 +18,16 @@ from .split import EncoderLayerFfn, ResidualFfn, SplitFfn
 
 _logger = logging.getLogger(__name__)
 
-#: How a user selects networks: a regular expression that matches the whole name, names, or a
-#: predicate.
+#: How a user selects networks: by a regular expression that matches the whole name, by a list of
+#: names, or by a predicate ``(name, module) -> bool``.
 Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
-#: In timm, the ``mlp...`` of a numbered block, or of a part of one such as MaxViT's ``attn_grid``.
-#: Deeper ones, e.g. of relative positions, do not map tokens, and a mixer's ``mlp_tokens`` mixes
-#: tokens.
+#: Name of a network in timm: the ``mlp...`` of a numbered block, or of a part of a block, such as
+#: MaxViT's ``attn_grid``. A deeper ``mlp``, e.g. of relative positions, does not map tokens, and a
+#: mixer's ``mlp_tokens`` mixes them.
 _TIMM_NAME = re.compile(r"(^|\.)\d+\.(\w+\.)?mlp(?!_tokens)\w*$")
-#: In torchvision and transformers, the ``mlp`` of a numbered block; of two towers, only the image
-#: tower's.
+#: Name of a network in torchvision and transformers: the ``mlp`` of a numbered block. Of a model
+#: with an image tower and a text tower, only the image tower's count.
 _BLOCK_NAME = re.compile(r"(?!(.*\.)?(text|language)_model\.)(.*[._])?\d+")
 _OTHER_NAME = re.compile(_BLOCK_NAME.pattern + r"\.mlp")
 
@@ -37,12 +40,18 @@ def ffn_paths(model: nn.Module) -> list[str]:
 
 
 def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str, nn.Module | str]:
-    """Find feed-forward networks by name, in order, expert layers included; or why one cannot become experts.
+    """Find the feed-forward networks of a model, expert layers included, and warn of unfit ones.
 
-    Without ``modules`` these are the known ones of timm, torchvision, Hugging Face transformers and
-    torch's ``nn.TransformerEncoderLayer``. With it, a name may also be the name of a block whose
-    network is in several modules: an ``nn.TransformerEncoderLayer``, or a block of transformers
-    with ``intermediate`` and ``output``.
+    Args:
+        model: the model to search.
+        modules: the networks that the user names. A name may also be that of a block whose network
+            is in several modules: an ``nn.TransformerEncoderLayer``, or a block of transformers
+            with ``intermediate`` and ``output``. By default the search is for the known networks of
+            timm, torchvision, Hugging Face transformers and torch's ``nn.TransformerEncoderLayer``.
+
+    Returns:
+        The networks by name, in order. In the place of one that cannot become experts stands a
+        sentence that says why.
 
     Raises:
         ValueError: if no module has a requested name, or one cannot become experts.
@@ -56,10 +65,10 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
         elif _is_of_timm(name, module) or _is_of_another_library(name, module):
             path, network = _place_and_network(name, module)
             if isinstance(network, MoeMlp):
-                continue  # found under its own name
+                continue  # It is found under its own name.
             found[path] = network
             try:
-                # One whose weights are computed is refused where it is chosen, and not passed over.
+                # A network whose weights are computed is not passed over: choosing it is an error.
                 if not is_known(network) and not any(map(computed_by, network.modules())):
                     check_network(model, path, network)
             except ValueError as error:
@@ -72,6 +81,7 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
 
 
 def _is_of_timm(name: str, module: nn.Module) -> bool:
+    """Tell if a module is a feed-forward network that timm's models have, by its name and class."""
     is_known = type(module) in FFN_CLASSES and not any(
         isinstance(child, nn.Conv2d) for child in module.children()
     )
@@ -79,38 +89,39 @@ def _is_of_timm(name: str, module: nn.Module) -> bool:
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:
+    """Tell if a module is a network, or a block with one, of torchvision, transformers or torch."""
     if isinstance(module, MLP) or type(module).__module__.startswith("transformers."):
         return bool((_BLOCK_NAME if _first_part(module) else _OTHER_NAME).fullmatch(name))
     return type(module) is nn.TransformerEncoderLayer
 
 
 def _first_part(module: nn.Module) -> str:
-    """Return the name of a network's first part if a block calls several in a known way, else an empty name."""
+    """Return the name of the first part of a block's network, or ``""`` if it has none known."""
     if isinstance(module, nn.TransformerEncoderLayer):
-        return "linear1" if type(module)._ff_block is nn.TransformerEncoderLayer._ff_block else ""
+        is_torchs = type(module)._ff_block is nn.TransformerEncoderLayer._ff_block
+        return "linear1" if is_torchs else ""
     is_of_transformers = type(module).__module__.startswith("transformers.")
-    return (
-        "intermediate"
-        if is_of_transformers and {"intermediate", "output"} <= module._modules.keys()
-        else ""
-    )
+    has_parts = {"intermediate", "output"} <= module._modules.keys()
+    return "intermediate" if is_of_transformers and has_parts else ""
 
 
 def _place_and_network(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """Return a network and its place, for a block the place of its first part."""
+    """Return the name of a network and the network itself; a block's has the first part's name."""
     first = _first_part(module)
-    path, network = ".".join(filter(None, (name, first))), module.get_submodule(first)
+    path = f"{name}.{first}" if name and first else name or first
+    network = module.get_submodule(first)
     if not first or isinstance(network, MoeMlp):
         return path, network
     if isinstance(module, nn.TransformerEncoderLayer):
         return path, EncoderLayerFfn(module)
-    takes_residual = (
-        "input_tensor" in inspect.signature(module.get_submodule("output").forward).parameters
-    )
-    return path, (ResidualFfn if takes_residual else SplitFfn)(module, "intermediate", "output")
+    last = module.get_submodule("output")
+    takes_residual = "input_tensor" in inspect.signature(last.forward).parameters
+    network_class = ResidualFfn if takes_residual else SplitFfn
+    return path, network_class(module, "intermediate", "output")
 
 
 def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module | str]:
+    """Return the networks that the user names, by name, or raise ValueError."""
     matching = _matching(model, modules)
     places = dict(_place_and_network(name, module) for name, module in matching.items())
     for name in matching:
@@ -125,10 +136,11 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module | str]:
             raise ValueError(f"modules names {path} and {outer}, of which one is inside the other.")
         if not isinstance(network, MoeMlp):
             check_network(model, path, network)
-    return {**places}
+    return dict(places)
 
 
 def _matching(model: nn.Module, modules: Modules) -> dict[str, nn.Module]:
+    """Return the modules that the user names, in the model's order, or raise ValueError."""
     everything = {name: module for name, module in model.named_modules() if name}
     if callable(modules):
         names = [name for name, module in everything.items() if modules(name, module)]

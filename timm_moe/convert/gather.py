@@ -1,8 +1,9 @@
-"""Ways to merge many feed-forward networks into one: averaging (EWA) and OneS's gathering (arXiv 2201.10890, 3.2).
+"""Ways to merge many feed-forward networks into one.
 
-Each method takes the stacked tensors of E networks by their dense names: weights (E, out, in),
-biases and all else (E, size). It returns the tensors of one network. Biases are averaged (eq. 7),
-unless the method says otherwise.
+They are the averaging of EWA and the gathering of OneS (arXiv 2201.10890, section 3.2). Each method
+takes the stacked tensors of E networks by their dense names: weights (E, out, in), biases and all
+else (E, size). It returns the tensors of one network. Biases are averaged (eq. 7), unless the
+method says otherwise.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,10 @@ def average(stacked: Weights) -> dict[str, Tensor]:
 
 
 def add(stacked: Weights) -> dict[str, Tensor]:
-    """Sum of the weights (OneS, "Sum"), not divided by E: in a routed model only few experts act on a token."""
+    """Sum of the weights (OneS, "Sum").
+
+    It is not divided by E, since in a routed model only few experts act on a token.
+    """
     return singular_values(stacked, ratio=1)
 
 
@@ -47,6 +51,7 @@ def top_units(stacked: Weights) -> dict[str, Tensor]:
     ]
     if not weights or any(stacked[name].shape[1] % hidden for name in weights):
         raise ValueError("Gathering by top-k needs layers that lead into the hidden units of fc2.")
+
     # A gated network has two rows for a unit, in one layer or in two.
     inward = {name: stacked[name].unflatten(1, (-1, hidden)) for name in weights}
     strength_EH = outward_EDH.norm(dim=1) + sum(rows.norm(dim=3).sum(1) for rows in inward.values())
@@ -58,22 +63,26 @@ def top_units(stacked: Weights) -> dict[str, Tensor]:
     ]
 
     def of_kept(tensor: Tensor, dim: int) -> Tensor:
+        """Join the entries of the kept units of all experts; ``dim`` counts without E."""
         return torch.cat(
             [part.index_select(dim, units) for part, units in zip(tensor, kept, strict=True)], dim
         )
 
-    return {
-        **average({name: tensor for name, tensor in stacked.items() if tensor.ndim != 3}),
-        **{
-            name: of_kept(tensor, 0) for name, tensor in stacked.items() if name.startswith("norm.")
-        },
-        **{name: of_kept(rows, 1).flatten(0, 1) for name, rows in inward.items()},
-        "fc2.weight": of_kept(outward_EDH, 1),
-    }
+    network = {}
+    for name, tensor in stacked.items():
+        if name == "fc2.weight":
+            network[name] = of_kept(tensor, 1)
+        elif name in inward:
+            network[name] = of_kept(inward[name], 1).flatten(0, 1)
+        elif name.startswith("norm."):
+            network[name] = of_kept(tensor, 0)
+        else:
+            network[name] = mean_over_experts(tensor)
+    return network
 
 
 def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
-    """Sum of the experts' weights, each at the lowest rank that keeps most of it (OneS, "SVD", eqs. 9-13).
+    """Sum of the experts' weights, each at a low rank (OneS, "SVD", eqs. 9-13).
 
     The largest singular values are kept until they reach ``ratio``, above 0 and at most 1, of the
     sum of all. With 1 this is :func:`add`.
@@ -90,6 +99,7 @@ def singular_values(stacked: Weights, ratio: float = 0.75) -> dict[str, Tensor]:
 
 
 def _sum_truncated(weight_EOI: Tensor, ratio: float) -> Tensor:
+    """Sum of E matrices (E, out, in), each at the lowest rank whose values reach the ratio."""
     precise = torch.promote_types(weight_EOI.dtype, torch.float32)
     total = torch.zeros_like(weight_EOI[0], dtype=precise)
     for weight in weight_EOI:  # one at a time, for little memory
@@ -125,7 +135,11 @@ METHODS: dict[str, Callable[..., dict[str, Tensor]]] = dict(
 
 
 def get_method(name: str, svd_ratio: float | None = None) -> Callable[[Weights], dict[str, Tensor]]:
-    """Look up a method of :data:`METHODS`; ``svd_ratio`` is the ratio of ``"svd"``, by default 0.75.
+    """Look up a method of :data:`METHODS`.
+
+    Args:
+        name: name of the method.
+        svd_ratio: the ratio of ``"svd"``, by default 0.75.
 
     Raises:
         ValueError: if there is no such method, or a ratio is given to another method than

@@ -30,12 +30,21 @@ _MASKS = (
 
 
 def add_hooks(model: nn.Module, paths: Iterable[str]) -> None:
-    """Watch what is loaded, the forwards of the model, and the masks that the blocks of new expert layers get."""
+    """Add the hooks that a model with expert layers needs.
+
+    They watch what the model loads, its forwards, and the masks that the blocks around the new
+    layers get.
+
+    Args:
+        model: the model.
+        paths: names of the new expert layers in the model.
+    """
     layers = {model.get_submodule(path) for path in paths}
     handles = [model.register_load_state_dict_pre_hook(check_loaded_layers)]
     if any(isinstance(layer.router, RecordingRouter) for layer in layers):
         handles.append(model.register_forward_pre_hook(begin_forward))
-    # Some share a layer.
+
+    # Several blocks may share a layer, so they are found by what they hold and not by its name.
     for block in [block for block in model.modules() if layers.intersection(block.children())]:
         for position, name in enumerate(inspect.signature(block.forward).parameters):
             if name in _MASKS:
@@ -45,7 +54,7 @@ def add_hooks(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Undo :func:`add_hooks`."""
+    """Remove the hooks of :func:`add_hooks` from a module that has them."""
     for handle in vars(module).pop("expert_hooks", ()):
         handle.remove()
 
@@ -53,10 +62,13 @@ def remove_hooks(module: nn.Module) -> None:
 def check_loaded_layers(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
-    """Raise ValueError if a checkpoint has experts in some of the model's layers only; a load-state-dict pre-hook.
+    """Refuse a checkpoint that has experts in some of the model's layers only.
 
-    The weights of a dense model may become every expert's. They have no routers, which stay as they
-    are.
+    This is a load-state-dict pre-hook. The weights of a dense model are allowed and become every
+    expert's. They have no routers, so the model's routers stay as they are.
+
+    Raises:
+        ValueError: if the checkpoint has experts in some layers only.
     """
     experts = {prefix + name: stacked.ndim for name, stacked in expert_parameters(model).items()}
     loaded_experts = {name: state_dict[name] for name in experts if name in state_dict}
@@ -66,12 +78,10 @@ def check_loaded_layers(
             f"The checkpoint has experts, but none in {dense[0]}, where the model has some: use "
             "its moe_layers."
         )
+
     is_sketch = any(loaded.is_meta for loaded in loaded_experts.values())
-    if (
-        dense
-        and not is_sketch
-        and any(layer.router.state_dict() for layer in moe_layers(model).values())
-    ):
+    has_routers = any(layer.router.state_dict() for layer in moe_layers(model).values())
+    if dense and not is_sketch and has_routers:
         _logger.info(
             "The weights are a dense model's, of which the experts are made, the routers untrained."
         )
@@ -80,10 +90,21 @@ def check_loaded_layers(
 def note_padding(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, position: int
 ) -> None:
-    """Tell the expert layers of a block which of its tokens are padding, by its mask; a forward pre-hook."""
+    """Tell the expert layers of a block which tokens its mask declares to be padding.
+
+    This is a forward pre-hook of the block. A mask that says nothing of this sort causes a warning.
+
+    Args:
+        block: the block.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        name: name of the mask among the block's arguments.
+        position: position of the mask among them.
+    """
     mask = args[position] if len(args) > position else kwargs.get(name)
     padding = None
-    if isinstance(mask, Tensor) and name != "mask":  # which may be true for either
+    # A mask of the name "mask" may be true for tokens or for padding.
+    if isinstance(mask, Tensor) and name != "mask":
         padding = _padding(block, name, mask)
     elif mask is not None and not isinstance(mask, Proxy):
         warnings.warn(
@@ -99,11 +120,15 @@ def note_padding(
 
 
 def _padding(block: Any, name: str, mask: Tensor) -> Tensor | None:
-    """Boolean tensor (B, N), as the block holds its tokens; None if the mask is the same for all images.
+    """Return which tokens are padding, (B, N) or as the block holds them, or None.
 
-    Padding is what no token attends to. A mask is a boolean that is true for what takes part,
-    except torch's, or a number that is added to the attention, except the numbers 0 and 1 for each
-    token of transformers.
+    The known masks are:
+
+    - ``*_padding_mask`` of torch, (B, N): true, or minus infinity, for padding.
+    - ``attention_mask`` of transformers, (B, N): 0 or false for padding.
+    - Other masks (B, ..., N): true where a query attends to a key, or a number that is added to
+      the attention, the lowest of its type where none attends. Padding is what no query attends to.
+    - Masks (N, N) are the same for all images and tell of no padding.
     """
     if name.endswith("padding_mask"):
         padding = mask.isneginf() if mask.is_floating_point() else mask != 0

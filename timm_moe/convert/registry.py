@@ -31,11 +31,15 @@ from ..timm_classes import timm_classes
 #: Maps the width D of the rows and the number of experts E to a router.
 MakeRouter = Callable[[int, int], Router]
 
-#: Models whose blocks see the class token as an image's first token (XCiT and CaiT add it in their
-#: last blocks).
+#: Models whose blocks see the class token as an image's first token. XCiT and CaiT are not among
+#: them, since they add it in their last blocks.
 CLASS_TOKEN_FIRST = timm_classes(
-    *("vision_transformer.VisionTransformer", "vision_transformer_relpos.VisionTransformerRelPos"),
-    *("beit.Beit", "eva.Eva", "pit.PoolingVisionTransformer", "mvitv2.MultiScaleVit"),
+    "vision_transformer.VisionTransformer",
+    "vision_transformer_relpos.VisionTransformerRelPos",
+    "beit.Beit",
+    "eva.Eva",
+    "pit.PoolingVisionTransformer",
+    "mvitv2.MultiScaleVit",
 )
 
 
@@ -48,7 +52,19 @@ def routed_layer(
     shared_init: str,
     **options: Any,
 ) -> MoeMlp:
-    """Build the expert layer of most routers, with or without a shared expert (see ``convert_to_moe``)."""
+    """Build the expert layer of most routers, with or without a shared expert.
+
+    Args:
+        ffn: the dense network.
+        router: the router.
+        num_experts: E.
+        shared_expert: add an expert that every token passes through.
+        shared_init: its initial weights (see ``convert_to_moe``).
+        options: other options of :class:`timm_moe.layers.MoeMlp`.
+
+    Raises:
+        ValueError: if ``shared_init`` is given without a shared expert.
+    """
     check_flag("shared_expert", shared_expert)
     if shared_init != "pretrained" and not shared_expert:
         raise ValueError(f"shared_init={shared_init!r} is an option of shared_expert=True.")
@@ -74,8 +90,8 @@ class RouterSpec:
         layer: ``(ffn, router, num_experts, **options)`` -> the expert layer.
         layer_options: options of the layer with their defaults.
         check: raises ValueError if the model, or the options together, do not suit this router.
-        built_in: no model has an argument with the name of one of its options, as of the routers of
-            this package.
+        built_in: the router comes with this package. The names of its options never clash with
+            arguments of timm's models.
     """
 
     name: str
@@ -108,7 +124,8 @@ _registered: dict[str, RouterSpec] = {}
 def register_router(spec: RouterSpec) -> RouterSpec:
     """Make ``router=spec.name`` an option of ``convert_to_moe``, and so of every ``*_ewa_moe``.
 
-    Routed models such as ``vmoe_b16`` set options of ``top_k`` that no other router has.
+    Routed models such as ``vmoe_b16`` do not take it, since they set options of ``top_k`` that no
+    other router has.
 
     Raises:
         ValueError: if the name is taken, or an option has the name of one of ``convert_to_moe``'s
@@ -127,8 +144,8 @@ def register_router(spec: RouterSpec) -> RouterSpec:
 def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[str, ...]:
     """List the options of ``convert_to_moe``, for one router or for all.
 
-    Options of other than built-in routers may also be arguments of a model, so one router's list
-    has only its own.
+    The options of a router from another package may also be arguments of a model. So the list for
+    one router has only its own options and those of the built-in routers.
     """
     specs = [spec for spec in _registered.values() if spec.built_in or router is None]
     if router is not None:
@@ -137,7 +154,11 @@ def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[
 
 
 def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
-    """Return the spec of a registered name, or make one for a callable; ValueError if there is none."""
+    """Return the spec of a registered name, or make one for a callable.
+
+    Raises:
+        ValueError: if no router has the name.
+    """
     if isinstance(router, RouterSpec):
         return router
     if isinstance(router, str) and router in _registered:
@@ -184,7 +205,8 @@ def _none(value: Any) -> Any:
 
 SCORES = ("softmax", "sigmoid", "cosine")
 BALANCES = ("loss", "bias")
-BIAS_RATE, AUX_LOSS_WEIGHT = 0.001, 0.01
+BIAS_RATE = 0.001
+AUX_LOSS_WEIGHT = 0.01
 ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
 #: Routers of pBE and its ablations; only the last layer has multi-head routing.
 ENSEMBLES = dict(
@@ -196,28 +218,22 @@ ENSEMBLES = dict(
 
 
 def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> Router:
-    unit, ensemble, size = (
-        options.pop(name) for name in ("routing_unit", "ensemble", "ensemble_size")
+    """Build the router of ``router="top_k"`` for rows of width ``dim`` from its options."""
+    unit = options.pop("routing_unit")
+    ensemble = options.pop("ensemble")
+    size = options.pop("ensemble_size")
+    balance = options.pop("balance")
+    options["loss_weights"] = _loss_weights(
+        options.pop("aux_loss"),
+        options.pop("aux_loss_weight"),
+        options.pop("z_loss_weight"),
+        is_balanced_by_bias=balance == "bias",
     )
-    aux_loss, weight, z_weight = (
-        options.pop(name) for name in ("aux_loss", "aux_loss_weight", "z_loss_weight")
-    )
-    check_number("aux_loss_weight", weight, 0)
-    if options.pop("balance") == "bias":
-        weight = 0
-    else:
+    if balance != "bias":
         options["bias_rate"] = 0
-    losses = aux_loss.split("+") if isinstance(aux_loss, str) else []
-    if "z" in losses:
-        raise ValueError(
-            f"z has a weight of its own, z_loss_weight: leave it out of aux_loss, got {aux_loss!r}."
-        )
-    if not losses or len(set(losses)) < len(losses):
-        raise ValueError(
-            f"aux_loss must be different names of losses joined by +, got {aux_loss!r}."
-        )
-    options["loss_weights"] = {**dict.fromkeys(losses, weight / len(losses)), "z": z_weight}
-    options |= {name: _none(options[name]) for name in ("capacity_factor", "eval_capacity_factor")}
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        options[name] = _none(options[name])
+
     if options["score"] == "cosine":
         options["score"] = "softmax"
         return CosineRouter(dim, num_experts, **options)
@@ -228,23 +244,39 @@ def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: 
     return ENSEMBLES[ensemble](dim, num_experts, **options)
 
 
-def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Check what no router can: names that choose its class, and whether the model suits it."""
-    unit, ensemble, size = options["routing_unit"], options["ensemble"], options["ensemble_size"]
-    kind = type(model).__name__
-    check_choice("routing_unit", unit, ROUTING_UNITS)
-    check_choice("ensemble", ensemble, ENSEMBLES)
-    check_choice("score", options["score"], SCORES)
-    check_choice("balance", options["balance"], BALANCES)
-    check_number("bias_rate", options["bias_rate"], 0, above=True)
-    if options["balance"] == "loss" and options["bias_rate"] != BIAS_RATE:
-        raise ValueError("bias_rate is an option of balance='bias'.")
-    if options["balance"] == "bias" and options["aux_loss_weight"] not in (0, AUX_LOSS_WEIGHT):
-        raise ValueError("balance='bias' takes the place of aux_loss: leave aux_loss_weight out.")
-    if options["balance"] == "bias" and size != 1:
+def _loss_weights(
+    aux_loss: Any, weight: float, z_weight: float, is_balanced_by_bias: bool
+) -> dict[str, float]:
+    """Return the weights of a router's losses by name; the losses of ``aux_loss`` share one."""
+    check_number("aux_loss_weight", weight, 0)
+    losses = aux_loss.split("+") if isinstance(aux_loss, str) else []
+    if "z" in losses:
         raise ValueError(
-            "balance='bias' is for routers without an ensemble: leave ensemble_size out."
+            f"z has a weight of its own, z_loss_weight: leave it out of aux_loss, got {aux_loss!r}."
         )
+    if not losses or len(set(losses)) < len(losses):
+        raise ValueError(
+            f"aux_loss must be different names of losses joined by +, got {aux_loss!r}."
+        )
+    if is_balanced_by_bias:
+        weight = 0
+    weights = dict.fromkeys(losses, weight / len(losses))
+    weights["z"] = z_weight
+    return weights
+
+
+def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Check what no router can: the names that choose its class, and whether the model suits it.
+
+    Raises:
+        ValueError: if options do not go together, or the model does not suit them.
+    """
+    unit = options["routing_unit"]
+    size = options["ensemble_size"]
+    check_choice("routing_unit", unit, ROUTING_UNITS)
+    check_choice("ensemble", options["ensemble"], ENSEMBLES)
+    check_choice("score", options["score"], SCORES)
+    _check_balance(options)
     check_integer("ensemble_size", size, 1)
     if options["score"] == "cosine" and (unit != "token" or size != 1):
         raise ValueError(
@@ -255,43 +287,57 @@ def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
         known = ", ".join(model_class.__name__ for model_class in CLASS_TOKEN_FIRST)
         raise ValueError(
             "routing_unit='image' lets the class token of an image choose, which must be its first "
-            f"token, as in {known}: this {kind} has no class token, or at another place."
+            f"token, as in {known}: this {type(model).__name__} has no class token, or at another "
+            "place."
         )
+    _check_ensemble(model, options)
+
+
+def _check_balance(options: Mapping[str, Any]) -> None:
+    """Raise ValueError if options do not go with what balances the experts."""
+    check_choice("balance", options["balance"], BALANCES)
+    check_number("bias_rate", options["bias_rate"], 0, above=True)
+    if options["balance"] == "loss":
+        if options["bias_rate"] != BIAS_RATE:
+            raise ValueError("bias_rate is an option of balance='bias'.")
+        return
+
+    if options["aux_loss_weight"] not in (0, AUX_LOSS_WEIGHT):
+        raise ValueError("balance='bias' takes the place of aux_loss: leave aux_loss_weight out.")
+    if options["ensemble_size"] != 1:
+        raise ValueError(
+            "balance='bias' is for routers without an ensemble: leave ensemble_size out."
+        )
+
+
+def _check_ensemble(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if options, or the model, do not go with the ensemble."""
+    ensemble = options["ensemble"]
+    size = options["ensemble_size"]
     if size == 1:
         if ensemble != "pbe":
             raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
         return
+
     if ensemble == "multi_head" and size != options["top_k"]:
         raise ValueError(
             f"ensemble='multi_head' has a member for each choice of a token: set top_k={size} as "
             f"ensemble_size, got top_k={options['top_k']}."
         )
-    if unit != "token":
+    if options["routing_unit"] != "token":
         raise ValueError(
-            f"The members of an ensemble route tokens, so routing_unit={unit!r} has no place here."
+            "The members of an ensemble route tokens, so "
+            f"routing_unit={options['routing_unit']!r} has no place here."
         )
-    if ensemble == "partitioning":
-        return
-    if not hasattr(model, "forward_members"):
+    if ensemble != "partitioning" and not hasattr(model, "forward_members"):
         raise ValueError(
             f"ensemble_size={size} needs a model that repeats its images for the members of the "
-            f"ensemble, as vmoe_pbe_* do; a {kind} does not."
+            f"ensemble, as vmoe_pbe_* do; a {type(model).__name__} does not."
         )
-
-
-register_router(
-    RouterSpec(
-        "random",
-        lambda dim, num_experts: RandomPartition(num_experts),
-        # It makes its own.
-        layer=lambda ffn, router, num_experts, **options: EwaMlp(ffn, num_experts, **options),
-        layer_options={},
-        built_in=True,
-    )
-)
 
 
 def _options_of(router: type[nn.Module]) -> dict[str, Any]:
+    """Return the options of a router with their defaults, from its constructor's signature."""
     parameters = inspect.signature(router).parameters.items()
     return {
         name: found.default
@@ -300,20 +346,35 @@ def _options_of(router: type[nn.Module]) -> dict[str, Any]:
     }
 
 
-_CHOICES = {
-    **dict(
-        aux_loss="balance",
-        aux_loss_weight=AUX_LOSS_WEIGHT,
-        routing_unit="token",
-        ensemble_size=1,
-        ensemble="pbe",
-    ),
-    **dict(balance="loss", bias_rate=BIAS_RATE, z_loss_weight=0.0),
-}
-_OPTIONS = {**_options_of(TopKRouter), **_CHOICES}
-_LAST = partial(_top_k_router, is_last=True)
 register_router(
-    RouterSpec("top_k", _top_k_router, _OPTIONS, _LAST, check=_check_top_k, built_in=True)
+    RouterSpec(
+        "random",
+        lambda dim, num_experts: RandomPartition(num_experts),
+        # The layer makes its own random partition.
+        layer=lambda ffn, router, num_experts, **options: EwaMlp(ffn, num_experts, **options),
+        layer_options={},
+        built_in=True,
+    )
+)
+register_router(
+    RouterSpec(
+        "top_k",
+        _top_k_router,
+        options=_options_of(TopKRouter)
+        | dict(
+            aux_loss="balance",
+            aux_loss_weight=AUX_LOSS_WEIGHT,
+            routing_unit="token",
+            ensemble_size=1,
+            ensemble="pbe",
+            balance="loss",
+            bias_rate=BIAS_RATE,
+            z_loss_weight=0.0,
+        ),
+        last_factory=partial(_top_k_router, is_last=True),
+        check=_check_top_k,
+        built_in=True,
+    )
 )
 register_router(
     RouterSpec("expert_choice", ExpertChoiceRouter, _options_of(ExpertChoiceRouter), built_in=True)
