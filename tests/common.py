@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import timm
 import torch
 from PIL import Image
@@ -91,6 +92,14 @@ FAMILIES = {
         ),
     ),
 }
+
+#: Those that the default tests take; the others, which share their code, are for ``pytest -m ci``.
+DAILY = ("random partition", "top-2, capacity", "Soft MoE", "pBE")
+
+
+def families(names=tuple(FAMILIES)):
+    """Return cases for ``pytest.mark.parametrize``: ways to route, all but a few for ci."""
+    return [pytest.param(name, marks=[] if name in DAILY else pytest.mark.ci) for name in names]
 
 
 #: Brightness that a class adds to red, green and blue.

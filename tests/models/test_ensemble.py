@@ -460,13 +460,9 @@ def test_copies_compute_the_same(images, duplicate):
 
 
 @pytest.mark.ci
-def test_checkpointing_and_compilation(images):
+def test_compiled_for_any_batch_and_traced(images):
     model = ensemble(noise_std=0, aux_loss="importance", expert_dropout=0.0)
     expected = model(images)
-    model.set_grad_checkpointing()
-    torch.testing.assert_close(model(images), expected)
-    model.set_grad_checkpointing(False)
-    torch.testing.assert_close(torch.compile(model, backend="eager")(images), expected)
     torch.testing.assert_close(
         torch.compile(model, backend="aot_eager", dynamic=True)(images), expected
     )

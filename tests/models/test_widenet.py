@@ -332,17 +332,9 @@ def test_layer_decay_with_groups():
     )
 
 
-@pytest.mark.ci
-def test_trained_checkpointed_and_compiled(images):
+def test_the_optimizer_of_the_paper_trains_shared_parameters_once(images):
     model = widenet(noise_std=0)
-    expected = model(images)
-    model.set_grad_checkpointing()
-    checkpointed = model(images)
-    torch.testing.assert_close(checkpointed, expected)
-    (checkpointed.sum() + timm_moe.auxiliary_loss(model)).backward()
-    model.set_grad_checkpointing(False)
-    torch.testing.assert_close(torch.compile(model, backend="eager")(images), expected)
-    assert timm_moe.auxiliary_loss(model) > 0
+    (model(images).sum() + timm_moe.auxiliary_loss(model)).backward()
     optimizer = create_optimizer_v2(model, opt="lamb", lr=0.01, weight_decay=0.1)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
         list(model.parameters())

@@ -1,4 +1,4 @@
-"""Experts spread over processes (gloo): training is that of one process, whatever the layout."""
+"""Promise: experts spread over processes (gloo) train as in one process, whatever the layout."""
 
 import copy
 

@@ -1,8 +1,8 @@
-"""Compiled training of whole models: one graph, compiled once, and the weights of eager mode."""
+"""Promise: a compiled model trains as in eager mode, from one graph that is compiled once."""
 
 import pytest
 import torch
-from common import FAMILIES, without_draws
+from common import families, without_draws
 from devices import equal_slots
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -45,7 +45,7 @@ def compare(name, **compiled):
 
 
 @pytest.mark.parametrize("are_equal", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families())
 def test_training_is_one_graph_that_is_compiled_once(name, are_equal):
     with equal_slots(are_equal):
         compare(name, backend="aot_eager")
@@ -69,8 +69,7 @@ def move_to_fake_gpu(model):
                 tensors[key] = nn.Parameter(fake) if is_parameter else fake
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families())
 def test_on_a_gpu_the_forward_is_one_graph_that_never_waits(name, monkeypatch):
     graphs = []
 
