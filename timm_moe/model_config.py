@@ -151,7 +151,7 @@ def timm_model_in(model: Any) -> nn.Module:
 
     Other models are returned as they are.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", None) != "timm_wrapper":
         return model
     inner = copy.copy(model.timm_model)

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert.blocks import expert_parameters, unwrapped
+from ..convert.blocks import expert_biases, expert_parameters, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..model_config import records_arguments
@@ -78,8 +78,7 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
             _logger.info(
                 "Muon leaves the experts to its fallback, since their matrices are stacked."
             )
-    # timm would take stacked biases for matrices, and decay them.
-    biases = {name for name, parameter in stacked.items() if parameter.ndim == 2}
+    biases = expert_biases(model)
     own = getattr(model, "no_weight_decay", set)
     attributes = vars(model)
     before = attributes.get("no_weight_decay")

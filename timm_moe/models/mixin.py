@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert.blocks import expert_parameters
+from ..convert.blocks import expert_biases
 from ..convert.convert import convert_to_moe
 from ..convert.dense import swapped_for_dense
 from ..convert.registry import moe_options
@@ -79,9 +79,8 @@ class MoeMixin:
         Under layer decay timm recognises a bias by its single dimension, but the experts' biases
         have two.
         """
-        biases = {name for name, stacked in expert_parameters(self).items() if stacked.ndim == 2}
         of_stock = getattr(super(), "no_weight_decay", set)  # Some families lack the method.
-        return {*of_stock(), *biases}
+        return {*of_stock(), *expert_biases(self)}
 
     def restore_stock_class(self: Any) -> None:
         """Turn into an instance of the stock class.

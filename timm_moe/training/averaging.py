@@ -374,9 +374,8 @@ class ExpertWeightAveraging:
         rates = self._rates(layers, self._progress())
         due: dict[int, tuple[Tensor, Rate]] = {}
         for layer, rate in zip(layers, rates, strict=True):
-            if not isinstance(rate, Tensor) and rate == 0:  # Nothing is averaged, so any will do.
-                experts = [stacked for _, stacked in layer.named_expert_parameters()]
-            else:
+            experts: list[Tensor] = [stacked for _, stacked in layer.named_expert_parameters()]
+            if isinstance(rate, Tensor) or rate != 0:
                 experts = _averageable(layer)
             for stacked in experts:
                 if id(stacked) in held and stacked.requires_grad:
@@ -456,7 +455,8 @@ def _has_stepped(optimizer: Optimizer) -> bool:
     torch makes a state by a first step, which does not count here. Not all optimizers count steps.
     """
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    for step in [state.get("step") for state in states]:
+    steps: list[Any] = [state.get("step") for state in states]
+    for step in steps:
         is_scalar = isinstance(step, Tensor) and step.numel() == 1
         if (is_scalar or isinstance(step, (int, float))) and float(step) > 1:
             return True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..convert.blocks import whole_experts
+from ..convert.blocks import is_sharded, whole_experts
 from ..files import read_text, write_json
 from ..layers import MoeMlp
 from ..layers.living import living
@@ -94,7 +94,7 @@ def relative_distance_to_mean(layer: MoeMlp) -> float | None:
         stacked = list(whole_experts(layer).values())
     except ValueError:
         return None
-    if any(hasattr(tensor, "placements") for tensor in stacked):  # This process holds a part only.
+    if any(map(is_sharded, stacked)):
         return None
     means = [tensor.float().mean(0) for tensor in stacked]
     distance = sum(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..convert.blocks import expert_parameters
+from ..convert.blocks import expert_parameters, is_sharded
 
 
 def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
@@ -42,7 +42,7 @@ def local_part(stacked: Any) -> Tensor:
 
     It shares the parameter's memory.
     """
-    return stacked.to_local() if hasattr(stacked, "placements") else stacked
+    return stacked.to_local() if is_sharded(stacked) else stacked
 
 
 def sum_over_experts(stacked: Any) -> Tensor:
