@@ -37,7 +37,7 @@ from .steps import Make, step
 IMAGES, TOKENS, WIDTH, HIDDEN = 2, 16, 32, 128
 CLASSES = 10
 #: Beginnings of the names of operators that start no kernel, beside views.
-_NO_KERNELS = ("empty", "new_empty", "_unsafe_view")
+_NO_KERNELS = ("empty", "new_empty", "_unsafe_view", "promote_types")
 
 
 def measure(setting: Setting) -> Iterator[Contest | Row]:

@@ -3,12 +3,11 @@
 For each name, with 2 experts in every other feed-forward network:
 
 1. At full size, without memory for weights: ``to_dense`` gives the tensors and shapes of the stock
-model. 2. timm's ``create_model`` loads random weights of the stock model as pretrained ones: in
-eval mode the outputs equal
-   the stock model's, in training mode they agree.
+   model.
+2. timm's ``create_model`` loads random weights of the stock model as pretrained ones: in eval mode
+   the outputs equal the stock model's, in training mode they agree.
 3. ``export_dense`` writes the model, loads it with stock timm and compares outputs. The tensors in
-the file are the
-   weights of step 2, bit for bit.
+   the file are the weights of step 2, bit for bit.
 
 Where the stock model can be made smaller, steps 2 and 3 use smaller images, and fewer blocks for
 more than 30 million parameters. Each name becomes a row of the file. Names that the file has

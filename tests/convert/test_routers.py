@@ -1,8 +1,10 @@
 """Routers plug in: by a registered name, a spec or a callable, with nothing of the package edited."""
 
 import copy
+import inspect
 import pickle
 import warnings
+from dataclasses import asdict
 
 import pytest
 import timm
@@ -17,6 +19,7 @@ from torch import nn
 import timm_moe
 from timm_moe.analysis.info import model_info
 from timm_moe.convert import registry
+from timm_moe.convert.built_in_routers import TopKOptions
 from timm_moe.convert.find import find_networks
 from timm_moe.layers import MoeMlp, Router, SharedExpertMlp, TopKRouter, routing_to
 
@@ -319,3 +322,10 @@ def test_parts_of_images_of_transformers():
     ):
         timm_moe.convert_to_moe(model, router="soft")
     assert timm_moe.moe_layers(timm_moe.convert_to_moe(model, router="top_k"))
+
+
+def test_options_that_the_router_takes_too_have_its_defaults():
+    options = asdict(TopKOptions())
+    for name, parameter in inspect.signature(TopKRouter).parameters.items():
+        if name not in ("dim", "num_experts", "loss_weights", "bias_rate"):
+            assert options[name] == parameter.default, name

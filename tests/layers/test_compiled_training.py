@@ -1,11 +1,14 @@
-"""Compiled training of whole models: one graph, compiled once, and eager mode's weights after some steps."""
+"""Compiled training of whole models: one graph, compiled once, and the weights of eager mode."""
 
 import pytest
 import torch
 from common import FAMILIES, without_draws
 from devices import equal_slots
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import timm_moe
+from timm_moe.layers import grouped
 
 STEPS = 4
 
@@ -52,3 +55,38 @@ def test_training_is_one_graph_that_is_compiled_once(name, are_equal):
 @pytest.mark.parametrize("name", ["random partition", "top-1"])
 def test_inductor_trains_as_eager_mode(name):
     compare(name, backend="inductor")
+
+
+def move_to_fake_gpu(model):
+    """Give a model weights on a GPU that have no values; within FakeTensorMode."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                tensors[key] = nn.Parameter(fake) if is_parameter else fake
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", FAMILIES)
+def test_on_a_gpu_the_forward_is_one_graph_that_never_waits(name, monkeypatch):
+    graphs = []
+
+    def capture(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(grouped, "multiplies_by_offsets", lambda *_: True)
+    torch.compiler.reset()
+    model = without_draws(name)
+    with FakeTensorMode():
+        move_to_fake_gpu(model)
+        y = torch.compile(model, backend=capture, fullgraph=True)(
+            torch.randn(4, 3, 32, 32, device="cuda")
+        )
+    assert y.is_cuda
+    assert len(graphs) == 1
+    called = {str(node.target) for node in graphs[0].graph.nodes}
+    assert not called & {"cpu", "item", "tolist", "nonzero", "timm_moe.grouped_linear"}

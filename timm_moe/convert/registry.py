@@ -1,46 +1,16 @@
 """The routers that ``convert_to_moe(router=...)`` takes, by name."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ..layers import (
-    CosineRouter,
-    EnsembleRouter,
-    EwaMlp,
-    ExpertChoiceRouter,
-    ImageRouter,
-    MoeMlp,
-    MultiHeadRouter,
-    PartitionedRouter,
-    RandomPartition,
-    Router,
-    SharedExpertMlp,
-    SoftMoeMlp,
-    SoftRouter,
-    TilingRouter,
-    TopKRouter,
-)
-from ..layers.checks import check_choice, check_flag, check_integer, check_number
-from ..timm_classes import timm_classes
+from ..layers import MoeMlp, Router, SharedExpertMlp
+from ..layers.checks import check_flag
 
 #: Maps the width D of the rows and the number of experts E to a router.
 MakeRouter = Callable[[int, int], Router]
-
-#: Models whose blocks see the class token as an image's first token. XCiT and CaiT are not among
-#: them, since they add it in their last blocks.
-CLASS_TOKEN_FIRST = timm_classes(
-    "vision_transformer.VisionTransformer",
-    "vision_transformer_relpos.VisionTransformerRelPos",
-    "beit.Beit",
-    "eva.Eva",
-    "pit.PoolingVisionTransformer",
-    "mvitv2.MultiScaleVit",
-)
 
 
 def routed_layer(
@@ -187,7 +157,7 @@ def split_options(
         if owner is None:
             raise TypeError(f"convert_to_moe got an unexpected keyword argument {name!r}.")
         default = owner.defaults()[name]
-        if (_none(value) if default is None else value) != default:
+        if (none_if_written(value) if default is None else value) != default:
             raise ValueError(
                 f"{name} is an option of router={owner.name!r}, which router={spec.name!r} does "
                 "not have. If the registered model sets it, take an *_ewa_moe model instead."
@@ -196,196 +166,6 @@ def split_options(
     return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}
 
 
-def _none(value: Any) -> Any:
+def none_if_written(value: Any) -> Any:
     """Read ``"none"`` as None, which timm's ``create_model`` would drop."""
     return None if isinstance(value, str) and value.lower() == "none" else value
-
-
-# --- the routers of this package
-
-SCORES = ("softmax", "sigmoid", "cosine")
-BALANCES = ("loss", "bias")
-BIAS_RATE = 0.001
-AUX_LOSS_WEIGHT = 0.01
-ROUTING_UNITS = {"token": TopKRouter, "image": ImageRouter}
-#: Routers of pBE and its ablations; only the last layer has multi-head routing.
-ENSEMBLES = dict(
-    pbe=EnsembleRouter,
-    tiling=TilingRouter,
-    partitioning=PartitionedRouter,
-    multi_head=MultiHeadRouter,
-)
-
-
-def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> Router:
-    """Build the router of ``router="top_k"`` for rows of width ``dim`` from its options."""
-    unit = options.pop("routing_unit")
-    ensemble = options.pop("ensemble")
-    size = options.pop("ensemble_size")
-    balance = options.pop("balance")
-    options["loss_weights"] = _loss_weights(
-        options.pop("aux_loss"),
-        options.pop("aux_loss_weight"),
-        options.pop("z_loss_weight"),
-        is_balanced_by_bias=balance == "bias",
-    )
-    if balance != "bias":
-        options["bias_rate"] = 0
-    for name in ("capacity_factor", "eval_capacity_factor"):
-        options[name] = _none(options[name])
-
-    if options["score"] == "cosine":
-        options["score"] = "softmax"
-        return CosineRouter(dim, num_experts, **options)
-    if size == 1 or (ensemble == "multi_head" and not is_last):
-        return ROUTING_UNITS[unit](dim, num_experts, **options)
-    if ensemble != "multi_head":
-        options["ensemble_size"] = size
-    return ENSEMBLES[ensemble](dim, num_experts, **options)
-
-
-def _loss_weights(
-    aux_loss: Any, weight: float, z_weight: float, is_balanced_by_bias: bool
-) -> dict[str, float]:
-    """Return the weights of a router's losses by name; the losses of ``aux_loss`` share one."""
-    check_number("aux_loss_weight", weight, 0)
-    losses = aux_loss.split("+") if isinstance(aux_loss, str) else []
-    if "z" in losses:
-        raise ValueError(
-            f"z has a weight of its own, z_loss_weight: leave it out of aux_loss, got {aux_loss!r}."
-        )
-    if not losses or len(set(losses)) < len(losses):
-        raise ValueError(
-            f"aux_loss must be different names of losses joined by +, got {aux_loss!r}."
-        )
-    if is_balanced_by_bias:
-        weight = 0
-    weights = dict.fromkeys(losses, weight / len(losses))
-    weights["z"] = z_weight
-    return weights
-
-
-def _check_top_k(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Check what no router can: the names that choose its class, and whether the model suits it.
-
-    Raises:
-        ValueError: if options do not go together, or the model does not suit them.
-    """
-    unit = options["routing_unit"]
-    size = options["ensemble_size"]
-    check_choice("routing_unit", unit, ROUTING_UNITS)
-    check_choice("ensemble", options["ensemble"], ENSEMBLES)
-    check_choice("score", options["score"], SCORES)
-    _check_balance(options)
-    check_integer("ensemble_size", size, 1)
-    if options["score"] == "cosine" and (unit != "token" or size != 1):
-        raise ValueError(
-            "score='cosine' routes tokens without an ensemble: leave routing_unit and "
-            "ensemble_size out."
-        )
-    if unit == "image" and (not isinstance(model, CLASS_TOKEN_FIRST) or model.cls_token is None):
-        known = ", ".join(model_class.__name__ for model_class in CLASS_TOKEN_FIRST)
-        raise ValueError(
-            "routing_unit='image' lets the class token of an image choose, which must be its first "
-            f"token, as in {known}: this {type(model).__name__} has no class token, or at another "
-            "place."
-        )
-    _check_ensemble(model, options)
-
-
-def _check_balance(options: Mapping[str, Any]) -> None:
-    """Raise ValueError if options do not go with what balances the experts."""
-    check_choice("balance", options["balance"], BALANCES)
-    check_number("bias_rate", options["bias_rate"], 0, above=True)
-    if options["balance"] == "loss":
-        if options["bias_rate"] != BIAS_RATE:
-            raise ValueError("bias_rate is an option of balance='bias'.")
-        return
-
-    if options["aux_loss_weight"] not in (0, AUX_LOSS_WEIGHT):
-        raise ValueError("balance='bias' takes the place of aux_loss: leave aux_loss_weight out.")
-    if options["ensemble_size"] != 1:
-        raise ValueError(
-            "balance='bias' is for routers without an ensemble: leave ensemble_size out."
-        )
-
-
-def _check_ensemble(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if options, or the model, do not go with the ensemble."""
-    ensemble = options["ensemble"]
-    size = options["ensemble_size"]
-    if size == 1:
-        if ensemble != "pbe":
-            raise ValueError(f"ensemble={ensemble!r} needs an ensemble_size above 1.")
-        return
-
-    if ensemble == "multi_head" and size != options["top_k"]:
-        raise ValueError(
-            f"ensemble='multi_head' has a member for each choice of a token: set top_k={size} as "
-            f"ensemble_size, got top_k={options['top_k']}."
-        )
-    if options["routing_unit"] != "token":
-        raise ValueError(
-            "The members of an ensemble route tokens, so "
-            f"routing_unit={options['routing_unit']!r} has no place here."
-        )
-    if ensemble != "partitioning" and not hasattr(model, "forward_members"):
-        raise ValueError(
-            f"ensemble_size={size} needs a model that repeats its images for the members of the "
-            f"ensemble, as vmoe_pbe_* do; a {type(model).__name__} does not."
-        )
-
-
-def _options_of(router: type[nn.Module]) -> dict[str, Any]:
-    """Return the options of a router with their defaults, from its constructor's signature."""
-    parameters = inspect.signature(router).parameters.items()
-    return {
-        name: found.default
-        for name, found in parameters
-        if name not in ("dim", "num_experts", "loss_weights")
-    }
-
-
-register_router(
-    RouterSpec(
-        "random",
-        lambda dim, num_experts: RandomPartition(num_experts),
-        # The layer makes its own random partition.
-        layer=lambda ffn, router, num_experts, **options: EwaMlp(ffn, num_experts, **options),
-        layer_options={},
-        built_in=True,
-    )
-)
-register_router(
-    RouterSpec(
-        "top_k",
-        _top_k_router,
-        options=_options_of(TopKRouter)
-        | dict(
-            aux_loss="balance",
-            aux_loss_weight=AUX_LOSS_WEIGHT,
-            routing_unit="token",
-            ensemble_size=1,
-            ensemble="pbe",
-            balance="loss",
-            bias_rate=BIAS_RATE,
-            z_loss_weight=0.0,
-        ),
-        last_factory=partial(_top_k_router, is_last=True),
-        check=_check_top_k,
-        built_in=True,
-    )
-)
-register_router(
-    RouterSpec("expert_choice", ExpertChoiceRouter, _options_of(ExpertChoiceRouter), built_in=True)
-)
-register_router(
-    RouterSpec(
-        "soft",
-        SoftRouter,
-        _options_of(SoftRouter),
-        layer=SoftMoeMlp,
-        layer_options={},
-        built_in=True,
-    )
-)

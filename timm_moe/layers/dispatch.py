@@ -4,6 +4,7 @@ Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows
 that an expert takes of a group, N slots of the experts.
 """
 
+import functools
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -191,10 +192,11 @@ def expert_capacity(
     Raises:
         ValueError: if the capacity would be below 1. A trace cannot refuse a batch, so it takes 1.
     """
-    # The factor is a fraction of whole numbers. torch.compile may make a symbol of a float, and no
-    # size can follow from that.
-    factor = Fraction(capacity_factor).limit_denominator(10**6)
-    capacity = ROUNDINGS[rounding](choices * factor.numerator, factor.denominator * num_experts)
+    # The fraction is of whole numbers. torch.compile may make a symbol of a float, and no size can
+    # follow from that. It traces the function itself and would warn of its cache.
+    fraction = _fraction.__wrapped__ if torch.compiler.is_compiling() else _fraction
+    numerator, denominator = fraction(capacity_factor)
+    capacity = ROUNDINGS[rounding](choices * numerator, denominator * num_experts)
     # It is a tensor in a trace, where a number would remain the one of the traced batch.
     if isinstance(capacity, Tensor):
         capacity = capacity.clamp(min=1)
@@ -211,6 +213,12 @@ def expert_capacity(
         if isinstance(capacity, Tensor)
         else min(capacity, most)
     )
+
+
+@functools.cache
+def _fraction(number: float) -> tuple[int, int]:
+    fraction = Fraction(number).limit_denominator(10**6)
+    return fraction.numerator, fraction.denominator
 
 
 def has_equal_slots(device: torch.device, mode: Mode) -> bool:

@@ -34,14 +34,16 @@ class Mode(Enum):
 
 def current_mode() -> Mode:
     """Tell in which mode the present call runs."""
-    # ONNX comes first, since its newer exporter goes through torch.export.
+    is_exporting, is_compiling = _is_exporting(), torch.compiler.is_compiling()
+    is_tracing = torch.jit.is_tracing()
+    if not (is_exporting or is_compiling or is_tracing):
+        return Mode.EAGER
+    # ONNX comes before the others, since its exporters trace or export.
     if torch.onnx.is_in_onnx_export():
         return Mode.ONNX
-    if _is_exporting():
+    if is_exporting:
         return Mode.EXPORTED
-    if torch.compiler.is_compiling():
-        return Mode.COMPILED
-    return Mode.TRACED if torch.jit.is_tracing() else Mode.EAGER
+    return Mode.COMPILED if is_compiling else Mode.TRACED
 
 
 def _is_exporting() -> bool:
