@@ -1,7 +1,8 @@
-"""Lets timm's own scripts find timm_moe: imports it as soon as timm's models are there.
+"""Import of timm_moe as soon as timm's models are there, so that timm's own scripts find it.
 
 torch calls :func:`autoload` at the end of ``import torch`` (entry point group ``torch.backends``).
-It must be quick, never raise, and import nothing of the package: it only waits for ``timm.models``.
+That function must be quick, never raise, and import nothing of the package: it only waits for
+``timm.models``.
 ``TIMM_MOE_AUTOLOAD=0``, ``false``, ``off`` or ``no`` switches it off.
 """
 
@@ -15,19 +16,16 @@ _TARGET = "timm.models"
 
 
 class _ImportAfter(importlib.abc.MetaPathFinder):
-    """Finds ``timm.models`` as everyone else does, and imports timm_moe once that module has run."""
+    """A finder that imports timm_moe once ``timm.models``, found by the others, has run."""
 
     def find_spec(self, fullname, path=None, target=None):
+        """Return what the other finders return for ``timm.models``."""
         if fullname != _TARGET:
             return None
-        others = (
-            finder
-            for finder in list(sys.meta_path)
-            if finder is not self and hasattr(finder, "find_spec")
-        )
-        spec = next(
-            filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None
-        )
+        spec = None
+        for finder in list(sys.meta_path):
+            if spec is None and finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -42,21 +40,22 @@ class _ImportAfter(importlib.abc.MetaPathFinder):
 
 
 class _FindPackage(importlib.abc.MetaPathFinder):
-    """Finds the package, and no other file of its name, as in the working directory, where Python looks first."""
+    """A finder of the package that passes over other files of its name.
+
+    Such a file may be in the working directory, where Python looks first.
+    """
 
     def find_spec(self, fullname, path=None, target=None):
+        """Return the package: the one that has the module ``registration``."""
         if fullname != "timm_moe":
             return None
         beside = os.path.dirname(os.path.abspath(__file__))
         for folder in (*sys.path, beside):
             spec = PathFinder.find_spec(fullname, [folder])
-            inside = (
-                None if spec is None or spec.origin is None else spec.submodule_search_locations
-            )
-            if (
-                inside is not None
-                and PathFinder.find_spec(f"{fullname}.registration", inside) is not None
-            ):
+            if spec is None or spec.origin is None or spec.submodule_search_locations is None:
+                continue
+            inside = spec.submodule_search_locations
+            if PathFinder.find_spec(f"{fullname}.registration", inside) is not None:
                 return spec
         raise ModuleNotFoundError(f"There is no package timm_moe in {beside}", name=fullname)
 
@@ -67,10 +66,10 @@ def _load():
     Whoever has begun to import it may be waiting for timm, which this thread holds: Python then
     returns the package as it is. So a module of its own registers the models.
     """
-    begun, finder = "timm_moe" in sys.modules, _FindPackage()
-    sys.meta_path.insert(
-        sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0, finder
-    )
+    begun = "timm_moe" in sys.modules
+    finder = _FindPackage()
+    place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0
+    sys.meta_path.insert(place, finder)
     try:
         import timm_moe
         import timm_moe.registration
@@ -78,7 +77,7 @@ def _load():
         cause = f"{type(error).__name__}: {error}"
         if getattr(error, "name", None) == "timm_moe.registration":
             cause = f"ImportError: {timm_moe.__file__} has the name of the package: rename it"
-        elif begun:  # whoever imports it gets the error
+        elif begun:  # Whoever imports the package gets the error.
             return
         warnings.warn(
             f"timm_moe could not be loaded, its models are missing: {cause}", stacklevel=2
@@ -88,6 +87,7 @@ def _load():
 
 
 def autoload():
+    """Import the package if timm is there, or as soon as it is."""
     if os.environ.get("TIMM_MOE_AUTOLOAD", "").strip().lower() in ("0", "false", "off", "no"):
         return
     if _TARGET in sys.modules:

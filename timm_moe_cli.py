@@ -1,4 +1,7 @@
-"""Options of the command ``timm-moe``; apart from the package, since that imports torch, which takes seconds."""
+"""Options of the command ``timm-moe``.
+
+They are apart from the package, since that imports torch, which takes seconds.
+"""
 
 import argparse
 import io
@@ -12,7 +15,7 @@ _SOURCE = "train.py checkpoint, safetensors file, folder or hf-hub: name"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Not every locale has a ±, or the letters of every name.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -27,10 +30,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="timm-moe", description="Vision mixture-of-experts for timm."
     )
-    # Without torch.
-    version = runpy.run_path(str(Path(__file__).with_name("timm_moe") / "version.py"))[
-        "__version__"
-    ]
+    # An import of the package would import torch.
+    version_file = Path(__file__).with_name("timm_moe") / "version.py"
+    version = runpy.run_path(str(version_file))["__version__"]
     parser.add_argument("--version", action="version", version=f"timm_moe {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (text, add_options) in _COMMANDS.items():
@@ -45,7 +47,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser()
     args, others = commands.parse_known_args(argv)
     if args.command == "report" and len(others) == 1 and not others[0].startswith("-"):
-        args.sources, args.output_dir = [*args.sources, args.output_dir], others[0]
+        args.sources = [*args.sources, args.output_dir]
+        args.output_dir = others[0]
     elif others:
         commands.error(f"unrecognized arguments: {' '.join(others)}")
     return args
@@ -296,7 +299,10 @@ def _add_split_options(group: Any, default: str) -> None:
     group.add_argument(
         "--split", default=default, metavar="NAME", help="folder in it (default: %(default)s)"
     )
-    names = "text file of the names of the classes, one a line, in the order of their numbers (default: as timm sorts)"
+    names = (
+        "text file of the names of the classes, one a line, in the order of their numbers "
+        "(default: as timm sorts)"
+    )
     group.add_argument("--class-map", default="", metavar="FILE", help=names)
 
 
@@ -309,7 +315,10 @@ def _add_ood_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data_options(parser: argparse.ArgumentParser, **data_dir: Any) -> None:
-    """Add the options for images and for running a checkpoint on them, named as in timm's validate.py."""
+    """Add the options for images, and for running a checkpoint on them.
+
+    Their names are those of timm's validate.py.
+    """
     parser.add_argument(
         "--data-dir", metavar="DIR", **{"required": True, "help": "folder of images", **data_dir}
     )
@@ -341,9 +350,7 @@ def _add_spec_options(parser: argparse.ArgumentParser) -> None:
     name = "registered name, or what describes it: local-dir:FOLDER, hf-hub:USER/NAME"
     model.add_argument("--model", metavar="NAME", help=name)
     _add_model_options(model)
-    images = parser.add_argument_group(
-        "images", "how they are prepared for the model; goes before what files say"
-    )
+    images = parser.add_argument_group("images", "preprocessing; goes before what files say")
     images.add_argument("--img-size", type=int, metavar="N", help="height and width in pixels")
     images.add_argument(
         "--mean", type=float, nargs="+", metavar="MEAN", help="of the pixels of each channel"

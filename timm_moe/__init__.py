@@ -1,14 +1,14 @@
-"""Vision mixture-of-experts for timm: importing this package registers its models and training hooks."""
+"""Vision mixture-of-experts for timm; its import registers models and training hooks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import timm as timm  # its import registers the models, where timm_moe_autoload is at work
+import timm as timm  # With timm_moe_autoload this import already registers the models.
 
 from .registration import models
 
 # isort: split
-# What is above checks the version of timm.
+# The import above checks the version of timm, so it comes first.
 from . import callbacks
 from .callbacks import (
     ExpertWeightAveraging,
@@ -57,13 +57,11 @@ __all__ = [
 ]
 
 
-# What a training run does not need is imported at first use: every process that imports timm
-# imports this package.
+# Every process that imports timm imports this package. So what a training run does not need is
+# imported at first use.
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return (
-        import_module(".checkpoints", __name__)
-        if name == "checkpoints"
-        else getattr(callbacks, name)
-    )
+    if name == "checkpoints":
+        return import_module(".checkpoints", __name__)
+    return getattr(callbacks, name)

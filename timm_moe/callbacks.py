@@ -1,6 +1,9 @@
-"""Around a training run: upcycling before, averaging and router losses during, export and push after.
+"""The parts of a training run, by their moments.
 
-``from timm_moe.callbacks import convert_to_moe, ExpertWeightAveraging, auxiliary_loss, export_dense, push_dense``
+Before it a model is upcycled (``convert_to_moe``). During it experts are averaged
+(``ExpertWeightAveraging``, ``start_averaging``) and router losses added (``auxiliary_loss``,
+``add_router_losses``). After it the model is exported and pushed (``export_dense``,
+``push_dense``).
 """
 
 from importlib import import_module
@@ -38,8 +41,8 @@ __all__ = [
 ]
 
 
-# What comes after a run is imported at first use: every process that imports timm imports this
-# package.
+# Every process that imports timm imports this package. So what comes after a run is imported at
+# first use.
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,7 +33,7 @@ from .checkpoints import swin_moe, vmoe
 from .checkpoints.source import ModelSpec, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .console import PrintableFormatter, describe, show
-from .export.export import export_dense, export_moe
+from .export.export import Export, export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_apart, check_folder, check_writable, write_json
 from .model_config import get_pretrained_cfg, preprocessing
@@ -46,15 +46,19 @@ from .models.registered import (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a command of :func:`timm_moe_cli.parser` and return the exit status; an error is printed in one sentence."""
+    """Run a command of :func:`timm_moe_cli.parser`; an error is printed in one sentence.
+
+    Returns:
+        The exit status: 0, 1 after an error, or 130 after Ctrl-C.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
     logging.getLogger(__package__).setLevel(logging.INFO)
     try:
-        for name in ("model_kwargs", "metrics"):  # lists of KEY=VALUE
+        for name in ("model_kwargs", "metrics"):
             if hasattr(args, name):
-                ParseKwargs(["--"], name)(argparse.ArgumentParser(), args, getattr(args, name))
+                _parse_pairs(args, name)
         with client_output():
             COMMANDS[args.command](args)
     except Exception as error:
@@ -65,7 +69,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _parse_pairs(args: argparse.Namespace, name: str) -> None:
+    """Turn an option's list of KEY=VALUE into a dictionary, as timm's scripts do.
+
+    The parser of the options leaves this for later, since it does without timm.
+    """
+    action = ParseKwargs(option_strings=["--"], dest=name)
+    action(argparse.ArgumentParser(), args, getattr(args, name))
+
+
 def _demo(args: argparse.Namespace) -> None:
+    """Train, average and export a tiny model."""
     try:
         from .analysis.demo import run_demo
     except ModuleNotFoundError as error:
@@ -74,6 +88,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
+    """Write a dense model, or the expert model, to a folder and say how it was checked."""
     options = _model_options(args, "use_ema", "overwrite", "allow_nonfinite")
     if args.moe:
         path = export_moe(args.source, args.output_dir, **options)
@@ -90,26 +105,30 @@ def _export(args: argparse.Namespace) -> None:
             **options,
         )
         path = result.path
-        show(f"Exported {result.architecture} with {result.parameters:,} parameters to {path}.")
-        difference = result.largest_difference
-        compared = f"differ by at most {difference:.3g} from" if difference else "equal"
-        source = (
-            "the source model's"
-            if result.exact
-            else "the outputs of the dense network made of the experts"
-        )
-        module = registrar(result.architecture)
-        loader = "stock timm" if module is None else f"timm with {module.partition('.')[0]}"
-        show(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
-        if not result.exact:
-            show(
-                "It is not the model that was trained: validate it, or train it further, before "
-                "you use it."
-            )
+        _show_export(result)
     show(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
 
 
+def _show_export(result: Export) -> None:
+    """Print what was exported, and how its outputs compare with the source's."""
+    show(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
+    module = registrar(result.architecture)
+    loader = "stock timm" if module is None else f"timm with {module.partition('.')[0]}"
+    difference = result.largest_difference
+    compared = f"differ by at most {difference:.3g} from" if difference else "equal"
+    source = "the source model's"
+    if not result.exact:
+        source = "the outputs of the dense network made of the experts"
+    show(f"Checked: {loader} loads it, and its outputs on random images {compared} {source}.")
+    if not result.exact:
+        show(
+            "It is not the model that was trained: validate it, or train it further, before you "
+            "use it."
+        )
+
+
 def _push(args: argparse.Namespace) -> None:
+    """Push a model to the Hub, or print what a push would upload."""
     names = (
         "private",
         "revision",
@@ -133,12 +152,8 @@ def _push(args: argparse.Namespace) -> None:
     show("Checked: timm loads the model, bit for bit.")
     files = [f"  {name:<20} {size:>15,} bytes" for name, size in pushed.files.items()]
     if args.dry_run:
-        show(
-            f"Dry run; a push would upload to {pushed.repo_url}:",
-            *files,
-            "",
-            *pushed.card.splitlines(),
-        )
+        show(f"Dry run; a push would upload to {pushed.repo_url}:", *files)
+        show("", *pushed.card.splitlines())
     elif pushed.url is None:
         show(
             f"Nothing changed: {pushed.repo_url} has these very files already, so nothing was "
@@ -150,7 +165,11 @@ def _push(args: argparse.Namespace) -> None:
 
 
 def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return options by name, and those that say which model is read and how its classes are called."""
+    """Return options by name, with the model to read and the names of its classes.
+
+    Raises:
+        ValueError: if options do not go together.
+    """
     if args.moe and (args.method is not None or args.svd_ratio is not None):
         raise ValueError(
             "--moe takes the expert model itself, so --method and --svd-ratio have no place beside "
@@ -158,24 +177,22 @@ def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
         )
     if args.class_map and args.data_dir is None:
         raise ValueError("--class-map numbers the folders of --data-dir: name that too.")
-    labels = (
-        None
-        if args.data_dir is None
-        else class_names(image_folder(args.data_dir, args.split, args.class_map))
-    )
-    return {
-        **{name: getattr(args, name) for name in names},
-        "spec": _spec(args),
-        "label_names": labels,
-    }
+    options = {name: getattr(args, name) for name in names}
+    options["spec"] = _spec(args)
+    options["label_names"] = None
+    if args.data_dir is not None:
+        images = image_folder(args.data_dir, args.split, args.class_map)
+        options["label_names"] = class_names(images)
+    return options
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:
-    names = ("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
-    stated = {name: value for name in names if (value := getattr(args, name)) not in (None, "")}
-    images = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()
-    }
+    """Return what the command line states of the model and its preprocessing."""
+    images = {}
+    for name in ("img_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"):
+        value = getattr(args, name)
+        if value not in (None, ""):
+            images[name] = tuple(value) if isinstance(value, list) else value
     return ModelSpec(args.model, args.num_classes, args.model_kwargs, images)
 
 
@@ -187,7 +204,8 @@ def _loading(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from .analysis.evaluation import evaluate, table  # needs torchmetrics
+    """Print metrics of one model, or of an ensemble of several, on images."""
+    from .analysis.evaluation import evaluate, table  # It needs torchmetrics.
 
     _check_json(args)
     images, ood_images = _images(args)
@@ -197,23 +215,20 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _fewshot(args: argparse.Namespace) -> None:
+    """Print accuracies of linear classifiers on a model's features of few images a class."""
     _check_json(args)
-    folders = [
-        Folder(
-            folder,
-            *(
-                image_folder(folder, split, args.class_map)
-                for split in (args.train_split, args.split)
-            ),
-        )
-        for folder in args.data_dir
-    ]
+    folders = []
+    for folder in args.data_dir:
+        training = image_folder(folder, args.train_split, args.class_map)
+        test = image_folder(folder, args.split, args.class_map)
+        folders.append(Folder(folder, training, test))
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])
 
 
 def _benefits(args: argparse.Namespace) -> None:
+    """Print the share of a sparse teacher's gain over a dense model that its student keeps."""
     accuracies = {
         role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")
     }
@@ -228,7 +243,7 @@ def _accuracy(source: str, args: argparse.Namespace) -> float:
     try:
         accuracy = float(source)
     except ValueError:
-        from .analysis.evaluation import evaluate  # needs torchmetrics
+        from .analysis.evaluation import evaluate  # It needs torchmetrics.
 
         if args.data_dir is None:
             raise ValueError(
@@ -242,10 +257,12 @@ def _accuracy(source: str, args: argparse.Namespace) -> float:
 
 
 def _routes(args: argparse.Namespace) -> None:
+    """Write which experts the tokens of images go to, or of what experts' slots are mixed."""
     check_folder(args.output_dir, ROUTES_FILES, args.overwrite)
     if not math.isfinite(args.threshold):
         raise ValueError(f"--threshold must be a number, got {args.threshold}.")
-    loading, settings = _loading(args), _settings(args)
+    loading = _loading(args)
+    settings = _settings(args)
     if args.segmentation is not None:
         all_routes = _routes_of_patches(args, **loading)
     else:
@@ -258,12 +275,14 @@ def _routes(args: argparse.Namespace) -> None:
         (model,), images = load_classifiers([args.source], images, **loading)
         if mixing_layers(model):
             mixtures, image = collect_mixtures(model, images, loading["inference"])
-            numbers = {"images": len(images), "layers": [mixture.summary() for mixture in mixtures]}
-            contents = {**settings, **numbers, "image": images.reader.samples[0][0]}
-            write_routes(contents, None, partial(plot_mixtures, mixtures, image), args.output_dir)
+            settings["images"] = len(images)
+            settings["layers"] = [mixture.summary() for mixture in mixtures]
+            settings["image"] = images.reader.samples[0][0]
+            write_routes(settings, None, partial(plot_mixtures, mixtures, image), args.output_dir)
             show(args.source, *map(str, mixtures), f"images {len(images):,}")
             return
         all_routes = collect_routes(model, images, loading["inference"])
+
     summary = summarize_all(all_routes, args.threshold)
     settings["split"] = args.split if args.segmentation is None else None
     write_routes(
@@ -278,12 +297,13 @@ def _routes(args: argparse.Namespace) -> None:
 def _routes_of_patches(
     args: argparse.Namespace, spec: ModelSpec, use_ema: bool, inference: Inference
 ) -> list[Routes]:
-    split = None if args.split == "validation" else args.split  # its default
-    for option, value in (
-        ("--split", split),
-        ("--crop-pct", args.crop_pct),
-        ("--crop-mode", args.crop_mode),
-    ):
+    """Collect the routes of patches whose classes are known from masks."""
+    unused = {
+        "--split": None if args.split == "validation" else args.split,  # the option's default
+        "--crop-pct": args.crop_pct,
+        "--crop-mode": args.crop_mode,
+    }
+    for option, value in unused.items():
         if value is not None:
             raise ValueError(
                 f"With --segmentation whole images of --data-dir itself are taken, so {option} has "
@@ -292,12 +312,19 @@ def _routes_of_patches(
     classes = read_names(args.class_map) if args.class_map else None
     model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
-    config, mode = preprocessing(model), image_mode(model)
-    images = MaskedImages(args.data_dir, args.segmentation, config, classes, **ignore, mode=mode)
+    images = MaskedImages(
+        args.data_dir,
+        args.segmentation,
+        preprocessing(model),
+        classes,
+        **ignore,
+        mode=image_mode(model),
+    )
     return collect_patch_routes(model, images, inference)
 
 
 def _report(args: argparse.Namespace) -> None:
+    """Write a page about models and their experts."""
     try:
         from .analysis.report import FILE, write_report
     except ModuleNotFoundError as error:
@@ -320,12 +347,18 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
 
 
 def _check_json(args: argparse.Namespace) -> None:
-    """Raise OSError or ValueError if the numbers cannot be written, or would replace what is read."""
-    if args.json is not None:
-        if not args.json:
-            raise ValueError("--json takes the name of a file, got an empty one.")
-        check_writable(args.json, args.overwrite)
-        check_apart(args.json, [*args.sources, args.class_map])
+    """Check that the numbers can be written, and would not replace what is read.
+
+    Raises:
+        OSError: if the file cannot be written.
+        ValueError: if it would replace what is read.
+    """
+    if args.json is None:
+        return
+    if not args.json:
+        raise ValueError("--json takes the name of a file, got an empty one.")
+    check_writable(args.json, args.overwrite)
+    check_apart(args.json, [*args.sources, args.class_map])
 
 
 def _write_result(args: argparse.Namespace, **result: Any) -> None:
@@ -344,6 +377,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _list(args: argparse.Namespace) -> None:
+    """Print the registered names by family."""
     names = registered_models(args.filter, args.pretrained)
     if not names:
         raise ValueError(
@@ -360,19 +394,21 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    spec, norms = ModelSpec(args.name, args.num_classes, args.model_kwargs), ""
+    """Print sizes and costs of a registered model, or of one that is read."""
+    spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
     is_path = (
         os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
     )
+    norms = ""
     if is_model(args.model) or not is_path:
         info = model_info(args.model, **spec.args())
     else:
         model = load_source(args.model, spec)
-        with suppress(ValueError):  # norms that cannot be compared
-            norms = ", ".join(
-                f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items()
-            )
+        with suppress(ValueError):  # The norms of some models cannot be compared.
+            divergences = norm_divergence(model).items()
+            norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in divergences)
         info = measure(model.to("meta"), get_pretrained_cfg(model)["architecture"])
+
     rows = info.rows()
     if norms:
         rows["LayerNorm divergence"] = f"{norms} (WideNet, eq. 9)"
@@ -382,6 +418,7 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse.Namespace) -> None:
+    """Write an official checkpoint as one of timm, and say how it is loaded."""
     imported = import_checkpoint(args.prefix, args.output, args.overwrite)
     kwargs = ", ".join(f"{name}={value!r}" for name, value in imported.kwargs.items())
     show(
@@ -389,7 +426,7 @@ def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse
         "loaded by"
     )
     show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}")')
-    if is_registered_here(imported.name):  # an imported model without experts is timm's own
+    if is_registered_here(imported.name):  # An imported model without experts is timm's own.
         top_k = model_info(imported.name, **imported.kwargs).top_k
         show(
             f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless "

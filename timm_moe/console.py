@@ -1,4 +1,7 @@
-"""Lines for a terminal or a log, in which names from files can neither begin a line nor steer the terminal."""
+"""Lines for a terminal or a log.
+
+Names from files in them can neither begin a line nor steer the terminal.
+"""
 
 import logging
 import os
@@ -7,7 +10,10 @@ from typing import Any
 
 
 def printable(text: Any) -> str:
-    r"""Write a text on one line: what a terminal would obey or cannot show becomes an escape, as ``\x1b``."""
+    r"""Write a text on one line.
+
+    What a terminal would obey or cannot show becomes an escape, as ``\x1b``.
+    """
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
         for letter in str(text)
@@ -15,7 +21,10 @@ def printable(text: Any) -> str:
 
 
 def show(*lines: str) -> None:
-    """Print lines; if the reader, ``head`` for instance, has closed the pipe, they and all later ones are dropped."""
+    """Print lines.
+
+    If the reader has closed the pipe, as ``head`` does, these lines and all later ones are dropped.
+    """
     try:
         print("\n".join(map(printable, lines)), flush=True)
     except BrokenPipeError:
@@ -26,11 +35,15 @@ class PrintableFormatter(logging.Formatter):
     """Formatter of a log that writes each message on one line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the message of a record as :func:`printable` text."""
         return printable(super().formatMessage(record))
 
 
 def describe(error: Exception) -> str:
-    """Describe an error in one line of bounded length, with its class if the text is empty or only a key."""
+    """Describe an error in one line of at most 504 letters.
+
+    The line begins with the error's class if its text is empty or only a key.
+    """
     text = printable(" ".join(str(error).split()))
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__} {text}".strip()

@@ -24,11 +24,20 @@ try:
 except ModuleNotFoundError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-_PARTIAL, _LOCK = ".timm_moe.partial", ".timm_moe.lock"
+_PARTIAL = ".timm_moe.partial"
+_LOCK = ".timm_moe.lock"
 
 
 def check_writable(file: str | Path, overwrite: bool = False) -> None:
-    """Raise OSError if a file exists and must not be replaced, or cannot be written; parents may be missing."""
+    """Check that a file can be written. Folders above it may be missing.
+
+    Args:
+        file: the file.
+        overwrite: allow a file that exists.
+
+    Raises:
+        OSError: if the file exists and must not be replaced, or cannot be written.
+    """
     file = Path(file)
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a folder, where a file must be written.")
@@ -40,7 +49,15 @@ def check_writable(file: str | Path, overwrite: bool = False) -> None:
 
 
 def check_apart(output: str | Path, sources: Iterable[Any]) -> None:
-    """Raise ValueError if a file to write is one that is read: a source itself, or a file in a source's folder."""
+    """Check that a file to write is none that is read.
+
+    Args:
+        output: the file to write.
+        sources: files and folders that are read; others than paths are ignored.
+
+    Raises:
+        ValueError: if the output is a source itself, or a file in a source's folder.
+    """
     output = Path(output).resolve()
     for source in sources:
         if not isinstance(source, (str, Path)):
@@ -54,33 +71,38 @@ def require_file(file: Path, folder: Path | None = None) -> Path:
     """Return the place of a file, which exists or not, with its links followed.
 
     Args:
-        file: to read.
-        folder: that the links must not lead out of. A snapshot in the Hub's cache has links to its
-            own repository's ``blobs``, which have links to the cache's own, by hash.
+        file: the file to read.
+        folder: the folder that its links must not lead out of. A snapshot in the Hub's cache has
+            links to the ``blobs`` of its own repository, which have links to the ``blobs`` of the
+            cache, by hash.
 
     Raises:
-        OSError: if it is a pipe or a device, which may have no end.
-        ValueError: if it leads out of the folder.
+        OSError: if the file is a pipe or a device, which may have no end.
+        ValueError: if the file leads out of the folder.
     """
     target = file.resolve()
     if file.exists() and not file.is_file() and not file.is_dir():
         raise OSError(f"{file} is a pipe or a device, where a file must be.")
-    if folder is not None and not any(
-        target.is_relative_to(place) for place in _places(folder.resolve(), target)
-    ):
-        raise ValueError(
-            f"{file} leads out of {folder}, to {target}: put a copy there, if it belongs there."
-        )
+    if folder is not None:
+        places = _places(folder.resolve(), target)
+        if not any(target.is_relative_to(place) for place in places):
+            raise ValueError(
+                f"{file} leads out of {folder}, to {target}: put a copy there, if it belongs there."
+            )
     return target
 
 
 def read_text(file: Path) -> str:
-    """Read a file of text; raise OSError if it is a pipe or a device."""
+    """Read a file of text.
+
+    Raises:
+        OSError: if the file is missing, or is a pipe or a device.
+    """
     return require_file(file).read_text(encoding="utf-8")
 
 
 def _places(folder: Path, target: Path) -> Iterator[Path]:
-    """List the folders that a folder's links may lead to."""
+    """Yield the folders that a folder's links may lead to."""
     yield folder
     for parent in folder.parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
@@ -90,7 +112,16 @@ def _places(folder: Path, target: Path) -> Iterator[Path]:
 
 
 def check_folder(folder: str | Path, names: Sequence[str], overwrite: bool = False) -> None:
-    """Raise OSError if a folder cannot take files of these names, or has one that must not be replaced."""
+    """Check that files can be written to a folder.
+
+    Args:
+        folder: the folder, which may be missing.
+        names: names of the files.
+        overwrite: allow files that exist.
+
+    Raises:
+        OSError: if the folder cannot take the files, or has one that must not be replaced.
+    """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; the output must be a folder.")
@@ -107,7 +138,11 @@ def holds_something(folder: Path) -> bool:
 
 
 def _check_place(output: Path) -> None:
-    """Raise OSError unless the output, or the nearest folder above it that exists, can be written to."""
+    """Check that a file or folder can be written.
+
+    Raises:
+        OSError: if the output, or the nearest folder above it that exists, cannot be written to.
+    """
     if output.is_symlink() and not output.exists():
         raise FileNotFoundError(
             f"{output} is a broken symbolic link: remove it, or write elsewhere."
@@ -127,35 +162,46 @@ def _check_place(output: Path) -> None:
 def staged(output: str | Path) -> Iterator[Path]:
     """Yield a hidden, empty folder from which a rename can move a file or folder to its final name.
 
-    It is removed when the block ends. Missing parents of the output are made. BlockingIOError is
-    raised if another process is writing the same output.
+    The folder is removed when the block ends. Missing parents of the output are made.
+
+    Raises:
+        BlockingIOError: if another process is writing the same output.
     """
     output = Path(output).resolve()
-    if not output.parent.exists():  # else nothing outside the output is touched
+    if not output.parent.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
-    # No rename leads into a mount point, and the parent of a folder may be closed to this user.
+    # No rename leads into a mount point, and the parent of a folder may be closed to this user. The
+    # hidden folder is then inside the output.
     inside = output.is_dir() and (os.path.ismount(output) or not os.access(output.parent, os.W_OK))
     place = f"{output}{os.sep}" if inside else str(output.with_name(f".{output.name}"))
-    folder, lock = Path(place + _PARTIAL), Path(place + _LOCK)
+    folder = Path(place + _PARTIAL)
+    lock = Path(place + _LOCK)
     descriptor = _lock(lock, output)
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed process
+        shutil.rmtree(folder, ignore_errors=True)  # A process that was killed may have left it.
         folder.mkdir(mode=0o700)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
-            lock.unlink()  # before it is unlocked, so no other process's is removed
+            # The file goes before it is unlocked. Afterwards it could be another process's.
+            lock.unlink()
         os.close(descriptor)
 
 
 def _lock(file: Path, output: Path) -> int:
-    """Lock a file until the returned descriptor is closed; where a file system has no locks, it is just opened."""
+    """Lock a file until the returned descriptor is closed.
+
+    Where a file system has no locks, the file is just opened.
+
+    Raises:
+        BlockingIOError: if another process holds the lock.
+    """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Else its owner has just removed it.
+        # If there is another file of this name, or none, its owner has just removed the locked one.
         if os.path.samestat(os.fstat(descriptor), os.stat(file)):
             return descriptor
     except (BlockingIOError, FileNotFoundError):
@@ -168,25 +214,33 @@ def _lock(file: Path, output: Path) -> int:
 
 @contextmanager
 def written_whole(file: str | Path) -> Iterator[Path]:
-    """Yield a temporary name; what is written there becomes ``file``, or a link's target, if the block succeeds."""
+    """Yield a temporary name; what is written there becomes ``file`` if the block succeeds.
+
+    If ``file`` is a link, its target is replaced.
+    """
     with staged(file) as folder:
         partial = folder / Path(file).name
         partial.touch()
         mode = partial.stat().st_mode
         try:
             yield partial
-        except OSError as error:  # a full disk, which the system's own message does not name
+        except OSError as error:  # E.g. the disk is full: the system's message names no file.
             raise type(error)(f"{file} could not be written: {error.strerror or error}") from error
-        partial.chmod(mode)  # safetensors closes its files to other users
+        partial.chmod(mode)  # safetensors makes files that other users cannot read.
         os.replace(partial, Path(file).resolve())
 
 
 def publish(folder: Path, target: Path, names: Sequence[str]) -> None:
     """Move a folder of files that belong together from inside :func:`staged` to its target.
 
-    In a target that exists, ``names[-1]``, which gives the others their meaning, is removed first
-    and written last, so readers never see a mixed folder. Files of these names that the new folder
+    In a target that exists, ``names[-1]`` is removed first and written last. It gives the others
+    their meaning, so readers never see a mixed folder. Files of these names that the new folder
     lacks are removed; all others remain.
+
+    Args:
+        folder: the new folder.
+        target: its final place.
+        names: names of the files that belong together.
     """
     target = target.resolve()
     if not target.is_dir():
@@ -201,7 +255,10 @@ def publish(folder: Path, target: Path, names: Sequence[str]) -> None:
 
 
 def write_json(file: str | Path, contents: dict[str, Any]) -> None:
-    """Write results and the versions of the libraries; NaN and infinity, which JSON lacks, become null."""
+    """Write results, and the versions of the libraries, as JSON.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
     versions = {"timm_moe": __version__, "timm": timm.__version__, "torch": torch.__version__}
     finite = json.loads(
         json.dumps({**contents, "versions": versions}, default=str),

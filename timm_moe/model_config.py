@@ -1,4 +1,7 @@
-"""The pretrained config that timm keeps on a model: origin of the weights, input size, preprocessing."""
+"""The pretrained config that timm keeps on a model.
+
+It holds the origin of the weights, the input size and the preprocessing.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -12,58 +15,68 @@ Check = Callable[[Any], bool]
 
 
 def _number(lowest: float, highest: float, types: tuple[type, ...] = (int, float)) -> Check:
+    """Return a check for a number in a range, bounds included."""
     return lambda value: type(value) in types and lowest <= value <= highest
 
 
 def _numbers(is_possible: Check) -> Check:
+    """Return a check for a list of possible numbers that is not empty."""
     return lambda value: (
         isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_possible, value))
     )
 
 
-_SIDE, _SIDES = _number(1, 8192, (int,)), _numbers(_number(1, 8192, (int,)))
+_SIDE = _number(1, 8192, (int,))
+_SIDES = _numbers(_SIDE)
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
 _SIZE = (
     lambda value: _SIDES(value) and len(value) == 3,
     "channels, height and width, each from 1 to 8192",
 )
-#: For entries of the preprocessing a test of the value, and a description of possible values.
+_CROP = (_number(0.05, 2), "a number from 0.05 to 2")
+#: For each entry of the preprocessing a check of its value, and a description of possible values.
 _PREPROCESSING: dict[str, tuple[Check, str]] = {
-    **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _SIZE),
+    "input_size": _SIZE,
+    "test_input_size": _SIZE,
+    "min_input_size": _SIZE,
     "img_size": (_SIDE, "an integer from 1 to 8192"),
     "mean": (_numbers(_number(-1e3, 1e3)), "finite numbers from -1000 to 1000"),
     "std": (_numbers(_number(1e-6, 1e3)), "finite numbers above 0, from 1e-6 to 1000"),
-    **dict.fromkeys(("crop_pct", "test_crop_pct"), (_number(0.05, 2), "a number from 0.05 to 2")),
+    "crop_pct": _CROP,
+    "test_crop_pct": _CROP,
     "crop_mode": (_CROP_MODES.__contains__, f"one of {', '.join(_CROP_MODES)}"),
     "interpolation": (_INTERPOLATIONS.__contains__, f"one of {', '.join(_INTERPOLATIONS)}"),
 }
 
 
 def check_preprocessing(stated: Mapping[str, Any], *channels: int) -> None:
-    """Raise ValueError if a config has an impossible value of the preprocessing; None is possible.
+    """Check the values of a config's preprocessing; each may be None.
 
     Args:
         stated: values by their names in the config.
         channels: possible numbers of channels of the mean and the deviation; by default any.
+
+    Raises:
+        ValueError: if a value is impossible.
     """
     for name, (is_possible, description) in _PREPROCESSING.items():
         value = stated.get(name)
-        if value is not None and not is_possible(value):
+        if value is None:
+            continue
+        if not is_possible(value):
             raise ValueError(f"{name} must be {description}, got {shown(value)}.")
-        if (
-            channels
-            and value is not None
-            and name in ("mean", "std")
-            and len(value) not in channels
-        ):
+        if channels and name in ("mean", "std") and len(value) not in channels:
             raise ValueError(
                 f"{name} must hold a number for each channel, {channels[-1]}, got {shown(value)}."
             )
 
 
 def shown(value: Any) -> str:
-    """Shorten any value for a message. Of a nested one only the types are written: its text may have no end."""
+    """Shorten any value for a message.
+
+    Of what is nested in it only types are written, since its text may have no end.
+    """
     text = _word(value)
     if type(value) in (list, tuple):
         left, right = "[]" if type(value) is list else "()"
@@ -72,11 +85,10 @@ def shown(value: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    return (
-        repr(value[:81] if isinstance(value, str) else value)
-        if is_single(value)
-        else f"{type(value).__name__} ..."
-    )
+    """Write a single value, at most its first 81 letters, or the type of another value."""
+    if not is_single(value):
+        return f"{type(value).__name__} ..."
+    return repr(value[:81] if isinstance(value, str) else value)
 
 
 def is_single(value: Any) -> bool:
@@ -87,7 +99,14 @@ def is_single(value: Any) -> bool:
 
 
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:
-    """Write arguments of timm's scripts to the config of a timm model, and return the names of the entries it set.
+    """Write arguments of timm's scripts to the config of a timm model.
+
+    Args:
+        model: the model.
+        stated: arguments of timm's scripts by their names; others are ignored.
+
+    Returns:
+        The names of the entries that were set.
 
     Raises:
         ValueError: if a value is impossible, or the model cannot take images of the size.
@@ -97,38 +116,45 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
     check_preprocessing(given, 1, channels)
     entries = {"input_size" if name == "img_size" else name for name in given}
     resolved = resolve_data_config({**given, "in_chans": channels}, model=model)
-    # timm's validate.py would prefer these.
-    replaced = {f"test_{name}" for name in entries}
-    kept = {
-        name: value for name, value in get_pretrained_cfg(model).items() if name not in replaced
-    }
-    set_pretrained_cfg(model, {**kept, **{name: resolved[name] for name in entries}})
-    if "input_size" in entries and model_input_size(model)[1:] != tuple(resolved["input_size"][1:]):
-        built, wanted = ("x".join(map(str, sizes)) for sizes in (size, resolved["input_size"][1:]))
+
+    cfg = get_pretrained_cfg(model)
+    for name in entries:
+        cfg.pop(f"test_{name}", None)  # timm's validate.py would prefer such an entry.
+        cfg[name] = resolved[name]
+    set_pretrained_cfg(model, cfg)
+
+    wanted_size = tuple(resolved["input_size"][1:])
+    if "input_size" in entries and model_input_size(model)[1:] != wanted_size:
+        built = "x".join(map(str, size))
+        wanted = "x".join(map(str, wanted_size))
         raise ValueError(
             f"The model is built for images of {built} pixels and takes none of {wanted}: another "
-            f"one is built by --model-kwargs img_size={resolved['input_size'][1]}."
+            f"one is built by --model-kwargs img_size={wanted_size[0]}."
         )
     return entries
 
 
 def preprocessing(model: nn.Module) -> dict[str, Any]:
-    """Return the preprocessing of a model's training, at the image size that the model is built for."""
+    """Return the preprocessing of a model's training, at the image size of the built model."""
     config = resolve_data_config({}, model=model)
     moments = {name: tuple(config[name]) for name in ("mean", "std")}
     return {**config, **moments, "input_size": model_input_size(model)}
 
 
 def is_of_timm(model: nn.Module) -> bool:
-    """Return whether ``timm.create_model`` made a model."""
+    """Tell if ``timm.create_model`` made a model."""
     return hasattr(model, "pretrained_cfg")
 
 
 def timm_model_in(model: Any) -> nn.Module:
-    """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names; others stay as is."""
-    if getattr(getattr(model, "config", None), "model_type", None) != "timm_wrapper":
+    """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names.
+
+    Other models are returned as they are.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) != "timm_wrapper":
         return model
-    inner, config = copy.copy(model.timm_model), model.config
+    inner = copy.copy(model.timm_model)
     # The wrapper creates its model without the config of the weights, which it keeps itself.
     cfg = {**get_pretrained_cfg(inner), **(getattr(config, "pretrained_cfg", None) or {})}
     names = list(config.id2label.values())
@@ -145,16 +171,23 @@ def get_pretrained_cfg(model: nn.Module) -> dict[str, Any]:
 
 def set_pretrained_cfg(model: nn.Module, cfg: dict[str, Any]) -> None:
     """Replace the pretrained config, under both of its names."""
-    model.pretrained_cfg = model.default_cfg = cfg  # type: ignore[assignment]
+    model.pretrained_cfg = cfg  # type: ignore[assignment]
+    model.default_cfg = cfg  # type: ignore[assignment]
 
 
 def records_arguments() -> bool:
-    """Tell if timm records the arguments of a model, and writes them when it saves one: since 1.0.31."""
+    """Tell if timm records the arguments of a model and writes them when it saves one.
+
+    It does since 1.0.31.
+    """
     return hasattr(models, "get_model_args")
 
 
 def untold_args(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of a model that timm's ``save_for_hf`` must be told: none, or all but drop rates."""
+    """Return the arguments of a model that timm's ``save_for_hf`` does not find by itself.
+
+    There are none since timm 1.0.31. Before, they are all arguments but drop rates.
+    """
     if records_arguments():
         return {}
     args: dict[str, Any] = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
@@ -167,21 +200,26 @@ def untold_args(model: nn.Module) -> dict[str, Any]:
 
 
 def model_input_size(model: nn.Module) -> tuple[int, ...]:
-    """Return (channels, height, width) of the images that a timm model takes, regardless of its pretrained config."""
+    """Return (channels, height, width) of the images that a timm model is built for.
+
+    The pretrained config counts only where the model does not say it, as one that takes any size.
+    """
     cfg = get_pretrained_cfg(model)
     if records_arguments():
         current = models.get_model_input_config(model)
-        channels, *current_size = current["input_size"]
-        return (channels, *(current_size if current["fixed_input_size"] else cfg["input_size"][1:]))
+        channels, *size = current["input_size"]
+        return (channels, *(size if current["fixed_input_size"] else cfg["input_size"][1:]))
     channels, *size = cfg["input_size"]
-    channels = getattr(model, "in_chans", None) or getattr(model, "_model_args", {}).get(
-        "in_chans", channels
-    )
+    noted = getattr(model, "_model_args", {}).get("in_chans", channels)
+    channels = getattr(model, "in_chans", None) or noted
     return (channels, *(_built_size(model) or size))
 
 
 def _built_size(model: Any) -> tuple[int, int] | None:
-    """Return the (height, width) that a model is built for, before timm 1.0.31; None if it takes any or states none."""
+    """Return the (height, width) that a model is built for, before timm 1.0.31.
+
+    It is None if the model takes any size or states none.
+    """
     if getattr(model, "dynamic_img_size", False):
         return None
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)

@@ -1,4 +1,7 @@
-"""Fast creation of models whose initial values do not matter: random numbers take most of the time."""
+"""Fast creation of models whose initial values do not matter.
+
+Drawing random numbers takes most of the time of an ordinary creation.
+"""
 
 from typing import Any
 
@@ -16,19 +19,21 @@ _INITS = (nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_, nn.init.k
 
 
 class quick_init(TorchFunctionMode):
-    """Within the block, fill tensors with a few random numbers that repeat, or with zeros; skip those on meta.
+    """Within the block, initialise tensors cheaply.
 
-    Use it only if every tensor is on meta or loaded afterwards. Random numbers are needed at all
-    because some initialisations draw until the values lie in a range.
+    Tensors are filled with a few random numbers that repeat, or with zeros. Those on the meta
+    device are skipped. Use it only if every tensor is on meta or loaded afterwards. Random numbers
+    are needed at all because some initialisations draw until the values lie in a range.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # There are no values, but clamp_ takes milliseconds.
+        # On meta there are no values to set, but clamp_ would take milliseconds.
         if func in _SET_VALUES and args[0].is_meta:
             return args[0]
         if func in _METHODS and args[0].numel() > _DRAWN and args[0].is_contiguous():
-            numbers, size = func(args[0].new_empty(_DRAWN), *args[1:], **kwargs), args[0].numel()
+            size = args[0].numel()
+            numbers = func(args[0].new_empty(_DRAWN), *args[1:], **kwargs)
             args[0].detach().view(-1).copy_(numbers.repeat(size // _DRAWN + 1)[:size])
             return args[0]
         if func in _INITS:

@@ -1,7 +1,7 @@
 """Schedules of the share rate over a training run (EWA, section 3.2.2).
 
 A schedule maps progress, the completed fraction of all updates in (0, 1], and ``share_rate`` to the
-rate of this step. Progress may be a tensor, on a GPU, so no schedule branches on it.
+rate of this step. Progress may be a tensor on a GPU, so no schedule branches on it.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,10 @@ def early(progress: Any, share_rate: float) -> Any:
 
 
 def late(progress: Any, share_rate: float) -> Any:
-    """Keep a small rate until 70 % of the run, so that the experts stay apart, then share_rate (not in the paper)."""
+    """Keep a small rate until 70 % of the run, then share_rate.
+
+    The small rate keeps the experts apart. This schedule is not in the paper.
+    """
     return share_rate * (progress >= 0.7) + min(0.002, share_rate) * (progress < 0.7)
 
 
@@ -39,7 +42,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def get_schedule(name: str) -> Schedule:
-    """Look up a schedule by name; ValueError if there is none."""
+    """Look up a schedule by name.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
     if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(f"share_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}.")
     return SCHEDULES[name]
@@ -48,10 +55,19 @@ def get_schedule(name: str) -> Schedule:
 def check_share_rate(
     share_rate: float, num_experts: int, name: str = "share_rate", parts: int = 1
 ) -> None:
-    """Raise ValueError, with the option's ``name``, unless 0 <= share_rate <= (E - 1) / E.
+    """Check that 0 <= share_rate <= (E - 1) / E.
 
-    At (E - 1) / E one step makes all experts equal; beyond it they overshoot their mean. Experts
-    that are ``parts`` of a dense network hold different hidden units, so their rate is 0.
+    At (E - 1) / E one step makes all experts equal; beyond it they overshoot their mean.
+
+    Args:
+        share_rate: the rate.
+        num_experts: E.
+        name: name of the option, for the message.
+        parts: number of parts of a dense network that the experts are. Experts of several parts
+            hold different hidden units, so their rate is 0.
+
+    Raises:
+        ValueError: if the rate is out of range.
     """
     limit = (num_experts - 1) / num_experts
     if num_experts == 1 and share_rate != 0:

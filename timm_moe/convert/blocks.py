@@ -84,9 +84,7 @@ def refuse_wrapped(model: nn.Module, path: str) -> None:
     names = path.split(".")
     around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
     wrappers = [type(module).__name__ for module in around if unwrapped(module) is not module]
-    if any(
-        hasattr(parameter, "placements") for parameter in model.get_submodule(path).parameters()
-    ):
+    if any(is_sharded(parameter) for parameter in model.get_submodule(path).parameters()):
         wrappers.append("fully_shard")
     if wrappers:
         raise ValueError(
@@ -111,6 +109,19 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts
     }
+
+
+def expert_biases(model: nn.Module) -> set[str]:
+    """Return the names in the model of the experts' biases, (E, size).
+
+    timm would take them for matrices and decay them.
+    """
+    return {name for name, stacked in expert_parameters(model).items() if stacked.ndim == 2}
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell if processes hold parts of a tensor, as a DTensor (FSDP2, expert parallelism)."""
+    return hasattr(tensor, "placements")
 
 
 def parameters(module: nn.Module) -> int:

@@ -24,8 +24,8 @@ from ..layers.checks import check_choice, check_integer, check_number
 from ..timm_classes import timm_classes
 from .registry import RouterSpec, none_if_written, register_router
 
-#: Models whose blocks see the class token as an image's first token (XCiT and CaiT add it in their
-#: last blocks).
+#: Models whose blocks see the class token as an image's first token. XCiT and CaiT are not among
+#: them, since they add it in their last blocks.
 CLASS_TOKEN_FIRST = timm_classes(
     "vision_transformer.VisionTransformer",
     "vision_transformer_relpos.VisionTransformerRelPos",
@@ -52,8 +52,8 @@ ENSEMBLES = {
 class TopKOptions:
     """Options of ``router="top_k"``: of its choice, its score, its balance and its unit.
 
-    :func:`timm_moe.convert_to_moe` describes them. Those that the router's own constructor takes are
-    checked there.
+    :func:`timm_moe.convert_to_moe` describes them. Those that the router's own constructor takes
+    are checked there.
 
     Raises:
         ValueError: if options do not go together, or a name is not one of those there are.
@@ -97,10 +97,11 @@ class TopKOptions:
 
     @property
     def is_ensemble(self) -> bool:
-        """Tell if several members share the model."""
+        """Whether several members share the model."""
         return self.ensemble_size > 1
 
     def _check_balance(self) -> None:
+        """Raise ValueError if options do not go with what balances the experts."""
         check_choice("balance", self.balance, BALANCES)
         check_number("bias_rate", self.bias_rate, 0, above=True)
         check_number("aux_loss_weight", self.aux_loss_weight, 0)
@@ -129,6 +130,7 @@ class TopKOptions:
             )
 
     def _check_ensemble(self) -> None:
+        """Raise ValueError if options do not go with the ensemble, or with its absence."""
         if not self.is_ensemble:
             if self.ensemble != "pbe":
                 raise ValueError(f"ensemble={self.ensemble!r} needs an ensemble_size above 1.")
@@ -194,6 +196,7 @@ class TopKOptions:
         return {**dict.fromkeys(losses, shared / len(losses)), "z": self.z_loss_weight}
 
     def _losses(self) -> list[str]:
+        """Return the names of the balancing losses; none if ``aux_loss`` is no text."""
         return self.aux_loss.split("+") if isinstance(self.aux_loss, str) else []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .blocks import copied, moe_layers, put, unwrapped, whole_experts
+from .blocks import copied, is_sharded, moe_layers, put, unwrapped, whole_experts
 from .gather import average, get_method
 from .hooks import remove_hooks
 
@@ -84,9 +84,7 @@ def require_weights(model: nn.Module, or_none: bool = False) -> None:
     Raises:
         ValueError: if weights are spread or missing; the message names the remedy.
     """
-    spread = [
-        name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")
-    ]
+    spread = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
     if spread:
         raise ValueError(
             f"{spread[0]} is spread over processes (FSDP2): call get_model_state_dict(model, "

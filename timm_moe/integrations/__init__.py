@@ -1,1 +1,1 @@
-"""Whose training run it is: a module for each library, the only one that changes objects of that library."""
+"""Training by other libraries: each has a module here, the only one that changes its objects."""

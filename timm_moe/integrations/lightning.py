@@ -34,7 +34,7 @@ _GPUS = ("cuda", "mps", "xpu")
 
 
 class ExpertCallback(Callback):
-    """Averaging, router losses, statistics and exact resumption for the expert layers anywhere in a LightningModule.
+    """Training of the expert layers anywhere in a LightningModule.
 
     - After each optimizer step the experts are averaged, at the share rates and by the schedules
       that their layers were created with, over ``trainer.estimated_stepping_batches`` steps. An
@@ -55,40 +55,42 @@ class ExpertCallback(Callback):
     """
 
     def __init__(self) -> None:
-        self._run = ExitStack()  # undone at the end of training
-        self._fitting = self._failed = False
+        self._run = ExitStack()  # what the end of training undoes
+        self._fitting = False
+        self._failed = False
         self._device = torch.device("cpu")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap hooks of the module: a search for the batch size or the learning rate calls no callback's."""
-        self._fitting, self._failed, self._device = (
-            stage == "fit",
-            False,
-            trainer.strategy.root_device,
-        )
+        """Wrap hooks of the module.
+
+        A search for the batch size or the learning rate trains without its callbacks, but calls the
+        hooks of the module.
+        """
+        self._fitting = stage == "fit"
+        self._failed = False
+        self._device = trainer.strategy.root_device
         self._run.close()
-        for name, function in (
-            ("on_train_start", self._start),
-            ("training_step", _with_router_losses),
-        ):
+        wrappers = {"on_train_start": self._start, "training_step": _with_router_losses}
+        for name, function in wrappers.items():
             if self._fitting and hasattr(pl_module, name):
                 self._wrap(pl_module, name, function)
 
     def _start(self, pl_module: LightningModule, on_train_start: Any) -> None:
-        """Start the averaging of a run, or of a trial of a search, which may be amid a run."""
+        """Start the averaging of a run, or of a search's trial, which may happen within a run."""
         trainer: Any = pl_module.trainer
         is_trial = self not in trainer.callbacks
         for optimizer in trainer.optimizers:
             earlier = ExpertWeightAveraging.of(optimizer)
-            if earlier is None or (
-                isinstance(earlier, Started) and (earlier.is_trial or not is_trial)
-            ):
+            # A trial leaves the run's averaging alone, and everybody leaves the user's alone.
+            is_replaceable = isinstance(earlier, Started) and (earlier.is_trial or not is_trial)
+            if earlier is None or is_replaceable:
                 self._start_averaging(trainer, pl_module, optimizer, is_trial)
         on_train_start()
 
     def _start_averaging(
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, is_trial: bool
     ) -> None:
+        """Start the averaging of one optimizer until the end of the run."""
         if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
             raise ValueError(
                 "A GradientAccumulationScheduler leaves the number of optimizer steps of the run "
@@ -97,10 +99,11 @@ class ExpertCallback(Callback):
             )
         total_updates = trainer.estimated_stepping_batches
         averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
-        if averaging is not None:
-            averaging.is_trial = is_trial
-            self._run.callback(averaging.remove)
-        if averaging is not None and not pl_module.automatic_optimization:
+        if averaging is None:
+            return
+        averaging.is_trial = is_trial
+        self._run.callback(averaging.remove)
+        if not pl_module.automatic_optimization:
             rank_zero_warn(
                 f"Manual optimization: the share rate reaches its end after {total_updates} steps "
                 "of the optimizer. If it takes another number, make timm_moe.ExpertWeightAveraging "
@@ -108,33 +111,41 @@ class ExpertCallback(Callback):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        averaging = next(filter(None, map(ExpertWeightAveraging.of, trainer.optimizers)), None)
+        """Log the statistics of the experts, as means over the processes."""
+        averagings = [ExpertWeightAveraging.of(optimizer) for optimizer in trainer.optimizers]
+        averaging = next(filter(None, averagings), None)
         pl_module.log_dict(expert_statistics(pl_module, averaging), sync_dist=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the averaging, and unwrap the hooks of the module."""
         self._run.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        """Do after an error what :meth:`teardown` does."""
         self._failed = True
         self._run.close()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the random states of all processes, which wait for each other here."""
         own = _random_state(self._device)
         states: list[Any] = [own]
-        # After an exception this may be the only process that saves.
+        # After an exception this may be the only process that saves, so it waits for nobody.
         if is_distributed() and not self._failed:
             states = [None] * distributed.get_world_size()
             distributed.all_gather_object(states, own)
         return {"random_states": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the random state at once: the optimizers may ask for the data, which is shuffled then."""
+        """Restore the random state of this process.
+
+        This happens at once, since the optimizers may ask for the data next, which is then
+        shuffled.
+        """
         states = state_dict["random_states"]
-        rank, processes = (
-            (distributed.get_rank(), distributed.get_world_size()) if is_distributed() else (0, 1)
-        )
+        rank = distributed.get_rank() if is_distributed() else 0
+        processes = distributed.get_world_size() if is_distributed() else 1
         if self._fitting and len(states) == processes:
             _set_random_state(states[rank], self._device)
         elif self._fitting:
@@ -144,8 +155,14 @@ class ExpertCallback(Callback):
             )
 
     def _wrap(self, pl_module: LightningModule, name: str, function: Any) -> None:
-        """Replace a hook of the module, and of its copies, by a function of the module, the hook and its arguments."""
-        own = vars(pl_module).get(name)  # of torch.compile
+        """Replace a hook of the module, and of its copies, by a function.
+
+        Args:
+            pl_module: the module.
+            name: name of the hook.
+            function: takes the module, the hook and the hook's arguments.
+        """
+        own = vars(pl_module).get(name)  # torch.compile sets such a hook.
 
         @functools.wraps(own or getattr(type(pl_module), name))
         def hook(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +183,7 @@ def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs
         return step(*args, **kwargs)
     with gathering(module) as layers:
         output = step(*args, **kwargs)
-    if output is None:  # the batch is left out
+    if output is None:  # Lightning leaves the batch out.
         drop_losses(layers)
     elif isinstance(output, torch.Tensor):
         return add_losses(layers, output)
@@ -176,22 +193,21 @@ def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
-    """The state of this process's random generators, as torch.load(weights_only=True) reads it."""
+    """Return the state of this process's random generators, of types that torch.load allows."""
     legacy: Any = np.random.get_state()
     name, keys, *rest = legacy
-    state = {
+    state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *rest),
     }
-    return (
-        {**state, device.type: getattr(torch, device.type).get_rng_state()}
-        if device.type in _GPUS
-        else state
-    )
+    if device.type in _GPUS:
+        state[device.type] = getattr(torch, device.type).get_rng_state()
+    return state
 
 
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Set this process's random generators to a state of :func:`_random_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -1,16 +1,17 @@
 """Hooks in timm, for its unmodified train.py: the only module that changes objects of timm.
 
-========================  =====================================================================================
+========================  =========================================================================
+changed                   what the change does
+========================  =========================================================================
 ``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
-``create_optimizer_v2`` names the stacked biases, which timm would take for matrices; a model may
-scale its rates ``create_scheduler_v2`` knows optimizer, epochs and updates per epoch: the optimizer
-gets its averaging ``Scheduler.step`` says where a resumed run starts, and ends an epoch of routing
-statistics ``update_summary`` writes a line of an epoch: the experts' statistics go to a file beside
-it ``adaptive_clip_grad`` clips every expert as a network of its own ``TrainingTask`` computes the
-loss: it adds the router losses, and compares ensemble members with the targets
-``build_model_with_cfg`` builds the class with experts where an entrypoint of this package asks for
-it ========================
-=====================================================================================
+``create_optimizer_v2``   excludes the experts' biases from weight decay, and experts from Muon
+``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch
+``Scheduler.step``        tells where a resumed run starts, and ends an epoch of routing statistics
+``update_summary``        writes the experts' statistics to a file beside the epoch's line
+``adaptive_clip_grad``    clips every expert as a network of its own
+``TrainingTask``          adds the router losses, and compares ensemble members with the targets
+``build_model_with_cfg``  builds a class with experts where an entrypoint of this package asks
+========================  =========================================================================
 
 Every optimizer step is preceded by :func:`timm_moe.training.step.before_step`.
 """
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert.blocks import expert_parameters, unwrapped
+from ..convert.blocks import expert_biases, expert_parameters, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..model_config import records_arguments
@@ -54,7 +55,7 @@ from ..training.step import before_step
 
 _logger = logging.getLogger(__name__)
 
-#: Undo each change of timm, the last one first; empty where the hooks are not installed.
+#: Calls that undo each change of timm. The list is empty where the hooks are not installed.
 _undo: list[Callable[[], Any]] = []
 
 
@@ -63,36 +64,36 @@ _undo: list[Callable[[], Any]] = []
 
 @functools.wraps(create_optimizer_v2)
 def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
+    """Create an optimizer that treats the experts' stacked parameters as those of networks."""
     call = inspect.signature(create_optimizer_v2).bind(*args, **kwargs)
     model = call.arguments["model_or_params"]
     if not isinstance(model, nn.Module):
         return create_optimizer_v2(*args, **kwargs)
     stacked = expert_parameters(model)
     if stacked and "muon" in call.arguments.get("opt", "").lower():
-        # It would orthogonalise the biases of all experts as one matrix, and small weights of all
-        # experts as another.
+        # Muon would orthogonalise the biases of all experts as one matrix, and so their weights
+        # where these are small.
         call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
         if is_primary():
             _logger.info(
                 "Muon leaves the experts to its fallback, since their matrices are stacked."
             )
-    # timm would take stacked biases for matrices, and decay them.
-    attributes, own = vars(model), getattr(model, "no_weight_decay", set)
+    biases = expert_biases(model)
+    own = getattr(model, "no_weight_decay", set)
+    attributes = vars(model)
     before = attributes.get("no_weight_decay")
-    attributes["no_weight_decay"] = lambda: {
-        *own(),
-        *(name for name, x in stacked.items() if x.ndim == 2),
-    }
+    attributes["no_weight_decay"] = lambda: {*own(), *biases}
     try:
         return create_optimizer_v2(*call.args, **call.kwargs)
     finally:
-        del attributes["no_weight_decay"]  # back to the method of the class
+        del attributes["no_weight_decay"]  # The method of the class is visible again.
         if before is not None:
             attributes["no_weight_decay"] = before
 
 
 @functools.wraps(adaptive_clip_grad)
 def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+    """Clip gradients with each expert as a network of its own."""
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     stacked = {
         id(parameter)
@@ -104,11 +105,10 @@ def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwa
         if id(parameter) not in stacked or parameter.grad is None:
             units.append(parameter)
             continue
-        for part, gradient in zip(
-            parameter.detach().unbind(0), parameter.grad.unbind(0), strict=True
-        ):
-            part.grad = gradient  # which shares the memory, as the part does
-            units.append(part)
+        experts = parameter.detach().unbind(0)
+        for expert, gradient in zip(experts, parameter.grad.unbind(0), strict=True):
+            expert.grad = gradient  # It shares the memory, so that clipping acts on the stack.
+            units.append(expert)
     adaptive_clip_grad(units, *args, **kwargs)
 
 
@@ -117,40 +117,42 @@ def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwa
 
 @functools.wraps(create_scheduler_v2)
 def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
+    """Create a scheduler, and give its optimizer the averaging of the run."""
     lr_scheduler, num_epochs = create_scheduler_v2(*args, **kwargs)
     arguments = inspect.signature(create_scheduler_v2).bind(*args, **kwargs).arguments
-    register(arguments["optimizer"])
-    _attach_averaging(
-        arguments["optimizer"], int(num_epochs), arguments.get("updates_per_epoch", 0)
-    )
+    optimizer = arguments["optimizer"]
+    register(optimizer)
+    _attach_averaging(optimizer, int(num_epochs), arguments.get("updates_per_epoch", 0))
     return lr_scheduler, num_epochs
 
 
 def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: int) -> None:
+    """Begin the averaging of a run, unless there is nothing to average or the user began one."""
     trained = layers_of_trained_experts(optimizer, living(MoeMlp))
     layers = [layer for layer in trained if layer.share_rate]
-    earlier = ExpertWeightAveraging.of(optimizer)
-    if not layers and any(isinstance(layer, EwaMlp) for layer in trained) and is_primary():
-        _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
-    if (
-        not layers
-        or not num_epochs * updates_per_epoch
-        or (earlier and not isinstance(earlier, _RunAveraging))
-    ):
+    if not layers:
+        if any(isinstance(layer, EwaMlp) for layer in trained) and is_primary():
+            _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
         return
-    # Another scheduler for the same optimizer: another run, unless nothing was trained yet.
-    if earlier:
+
+    earlier = ExpertWeightAveraging.of(optimizer)
+    is_of_user = earlier is not None and not isinstance(earlier, _RunAveraging)
+    if is_of_user or not num_epochs * updates_per_epoch:
+        return
+    # Another scheduler for the same optimizer is another run, unless nothing was trained yet.
+    if earlier is not None:
         earlier.remove()
         if earlier.started:
             forget_updates(optimizer)
-    # A scheduler begins a run.
+    # seek(0) says that a run begins here, which a count in the optimizer's state may correct.
     _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch).seek(0)
 
 
 class _RunAveraging(ExpertWeightAveraging):
-    """Averaging of a run of timm's scheduler, of all experts with a share rate that the optimizer trains.
+    """Averaging of a run of timm's scheduler.
 
-    ``layers`` are some that it trains now; others may be added.
+    It averages all experts with a share rate that the optimizer trains. ``layers`` are those that
+    it trains now; others may be added.
     """
 
     def __init__(
@@ -167,16 +169,19 @@ class _RunAveraging(ExpertWeightAveraging):
         self._updates_before = self.updates  # at the end of the last epoch
 
     def layers(self) -> list[MoeMlp]:
+        """Return all living expert layers with a share rate."""
         return [layer for layer in living(MoeMlp) if layer.share_rate]
 
     def end_epoch(self, optimizer: Optimizer) -> None:
-        """Warn once of an epoch of fewer optimizer steps than ``updates_per_epoch``, as if batches were counted."""
-        taken, self._updates_before = self.updates - self._updates_before, self.updates
-        if (
-            self.started
-            and 0 < taken <= self.updates_per_epoch / 2
-            and is_first_time(optimizer, "short epoch")
-        ):
+        """Warn once of an epoch with far fewer optimizer steps than ``updates_per_epoch``.
+
+        The caller may have counted batches where several make a step.
+        """
+        updates = self.updates
+        taken = updates - self._updates_before
+        self._updates_before = updates
+        is_short = self.started and 0 < taken <= self.updates_per_epoch / 2
+        if is_short and is_first_time(optimizer, "short epoch"):
             _logger.warning(
                 f"EWA: an epoch took {taken} optimizer steps, but create_scheduler_v2 was given "
                 f"updates_per_epoch={self.updates_per_epoch}, so the share rate's schedule will "
@@ -184,31 +189,33 @@ class _RunAveraging(ExpertWeightAveraging):
             )
 
     def seek_start(self, updates: int) -> None:
-        """Take the position of the scheduler for the start of the run, if training has not begun."""
-        if updates % self.updates_per_epoch == 0:  # runs start with an epoch
+        """Take the position of the scheduler for the run's start, if training has not begun."""
+        if updates % self.updates_per_epoch == 0:  # A run starts at the beginning of an epoch.
             self.seek(updates)
 
 
 def _at_scheduler_step(method: Any, position: str) -> Any:
-    """Let the averaging start where train.py starts a scheduler by this method, and log the routing of each epoch.
+    """Let the averaging start where train.py starts a scheduler, and log the routing of each epoch.
 
-    After ``--resume`` the count comes with the optimizer's state; after ``--no-resume-opt`` or
-    ``--start-epoch`` that call is the only trace of it. ``position`` is the name of the method's
-    first argument.
+    After ``--resume`` the count comes with the optimizer's state. After ``--no-resume-opt`` or
+    ``--start-epoch`` the call of the scheduler's method is the only trace of it.
+
+    Args:
+        method: the scheduler's ``step`` or ``step_update``.
+        position: name of the method's first argument.
     """
 
     @functools.wraps(method)
     def observe_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
         averaging = ExpertWeightAveraging.of(self.optimizer)
-        if position == "epoch":
+        is_epoch = position == "epoch"
+        if is_epoch:
             router_losses.log_epoch(self.optimizer)
         if isinstance(averaging, _RunAveraging):
-            if position == "epoch":
+            if is_epoch:
                 averaging.end_epoch(self.optimizer)
             reached = args[0] if args else kwargs[position]
-            averaging.seek_start(
-                reached * averaging.updates_per_epoch if position == "epoch" else reached
-            )
+            averaging.seek_start(reached * averaging.updates_per_epoch if is_epoch else reached)
         method(self, *args, **kwargs)
 
     return observe_and_call
@@ -216,11 +223,13 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
 
 @functools.wraps(update_summary)
 def _update_summary(*args: Any, **kwargs: Any) -> None:
+    """Write an epoch's line to summary.csv, and the experts' statistics to a file beside it."""
     update_summary(*args, **kwargs)
     arguments = inspect.signature(update_summary).bind(*args, **kwargs).arguments
-    for optimizer in living(Optimizer)[-1:]:  # of the run that began last
+    for optimizer in living(Optimizer)[-1:]:  # the optimizer of the run that began last
         epoch_log.write_epoch(Path(arguments["filename"]).parent, arguments["epoch"], optimizer)
-        router_losses.log_epoch(optimizer)  # with --sched none no scheduler ends the epoch
+        # With --sched none no scheduler has ended the epoch.
+        router_losses.log_epoch(optimizer)
 
 
 # --- training tasks
@@ -234,7 +243,7 @@ def _with_router_losses(call: Any) -> Any:
         with router_losses.gathering(self) as layers:
             result = call(self, *args, **kwargs)
         loss = router_losses.take_losses(layers)
-        if loss is None:  # not training, or a task within did it
+        if loss is None:  # This is no training, or a task within this one added the losses.
             return result
         return {**result, "loss": result["loss"] + loss, "auxiliary_loss": loss.detach()}
 
@@ -242,19 +251,19 @@ def _with_router_losses(call: Any) -> Any:
 
 
 def _with_member_loss(init: Any) -> Any:
-    """Let the criterion of a task see each member of its model's ensemble; refuse a task with another loss.
+    """Let the criterion of a task see each member of its model's ensemble.
 
-    A teacher's outputs may broadcast against a student's members without an error.
+    A task with another loss is refused, since a teacher's outputs may broadcast against a student's
+    members without an error.
     """
 
     @functools.wraps(init)
     def init_and_wrap(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Or the student.
+        # The first argument of a task is its model, that of a distillation the student.
         model = unwrapped(inspect.signature(init).bind(self, *args, **kwargs).args[1])
         is_ensemble = hasattr(model, "forward_members")
-        if is_ensemble and (
-            not isinstance(self, ClassificationTask) or getattr(self, "multi_label", False)
-        ):
+        multi_label = getattr(self, "multi_label", False)
+        if is_ensemble and (multi_label or not isinstance(self, ClassificationTask)):
             raise ValueError(
                 f"{type(self).__name__} cannot train an ensemble such as {type(model).__name__}, "
                 "whose members each learn one class for each image: take a ClassificationTask. A "
@@ -272,6 +281,7 @@ def _with_member_loss(init: Any) -> Any:
 
 @functools.wraps(create_model)
 def _create_model(model_name: str, *args: Any, **kwargs: Any) -> nn.Module:
+    """Create a model and note its arguments on it; wanted before timm 1.0.31."""
     model = create_model(model_name, *args, **kwargs)
     arguments = inspect.signature(create_model).bind(model_name, *args, **kwargs).arguments
     source, location = parse_model_name(model_name)
@@ -293,7 +303,13 @@ def build_instead(
     variant: str,
     **kwargs: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Let an entrypoint of timm build ``variant``, of the class that ``class_instead`` gives for timm's own.
+    """Let an entrypoint of timm build a model of another class and name.
+
+    Args:
+        entrypoint: the entrypoint.
+        class_instead: returns the other class for timm's own.
+        variant: the other name.
+        kwargs: arguments of the entrypoint.
 
     Returns:
         The model, and the arguments that the entrypoint gave to timm's builder.
@@ -329,7 +345,10 @@ def _with_another_build(builder: Any) -> Any:
 
 
 def add_module(module: ModuleType) -> None:
-    """Make a module that exists in memory only one that Python, and so timm's registry and pickle, can look up."""
+    """Make a module that exists in memory only known to Python.
+
+    Then timm's registry and pickle can look it up.
+    """
     sys.modules[module.__name__] = module
 
 
@@ -353,19 +372,17 @@ def wrap_functions() -> None:
 
 
 def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
-    """The owner of each method or builder to wrap, its name, and its wrapper."""
-    # Entrypoints look the builder up in their own module.
+    """Yield the owner of each method or builder to wrap, its name, and its wrapper."""
+    # Entrypoints look the builder up in their own module, so it is wrapped in each of them.
     for name, module in list(sys.modules.items()):
         is_public = name.startswith("timm.models.") and not name.startswith("timm.models._")
         if is_public and hasattr(module, "build_model_with_cfg"):
             yield module, "build_model_with_cfg", _with_another_build
-    for scheduler_class in (Scheduler, PlateauLRScheduler):  # those that define the two methods
-        yield scheduler_class, "step", functools.partial(_at_scheduler_step, position="epoch")
-        yield (
-            scheduler_class,
-            "step_update",
-            functools.partial(_at_scheduler_step, position="num_updates"),
-        )
+    at_epoch = functools.partial(_at_scheduler_step, position="epoch")
+    at_update = functools.partial(_at_scheduler_step, position="num_updates")
+    for scheduler_class in (Scheduler, PlateauLRScheduler):  # the classes that define the methods
+        yield scheduler_class, "step", at_epoch
+        yield scheduler_class, "step_update", at_update
     yield TrainingTask, "__call__", _with_router_losses
     distillations = (LogitDistillationTask, FeatureDistillationTask, TokenDistillationTask)
     for task in (ClassificationTask, *distillations):
@@ -373,12 +390,16 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:
+    """Set an attribute of timm, and remember the old one."""
     _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
     setattr(owner, name, new)
 
 
 def install() -> None:
-    """Put the hooks in place, if they are not; where that fails, :func:`uninstall` takes off what is there."""
+    """Put the hooks in place, unless they are.
+
+    If that fails, :func:`uninstall` takes off those that are there.
+    """
     if _undo:
         return
     wrap_functions()
@@ -394,7 +415,13 @@ def uninstall() -> None:
 
 
 def require_installed() -> None:
-    """Raise ImportError where this package failed to load: timm cannot forget the names that it had registered."""
+    """Refuse to make a model where the hooks are not in place.
+
+    The package may have failed to load, but timm cannot forget the names that it registered.
+
+    Raises:
+        ImportError: if the hooks are not in place.
+    """
     if not _undo:
         raise ImportError(
             "timm_moe could not be loaded, as a warning said, or its hooks were taken off: its "

@@ -1,8 +1,9 @@
-"""Hugging Face's Trainer: ``Trainer(callbacks=[ExpertCallback()])`` trains experts as timm's train.py does.
+"""Hugging Face's Trainer: ``Trainer(callbacks=[ExpertCallback()])`` trains experts.
 
-A callback of transformers sees neither the loss before the backward pass, nor a log before it is
-sent, nor the end of a run that fails. So this module wraps methods of ``Trainer`` as it is
-imported; they do nothing more in a Trainer without an :class:`ExpertCallback`.
+It trains them as timm's train.py does. A callback of transformers sees neither the loss before the
+backward pass, nor a log before it is sent, nor the end of a run that fails. So this module wraps
+methods of ``Trainer`` as it is imported; they do nothing more in a Trainer without an
+:class:`ExpertCallback`.
 """
 
 import functools
@@ -38,10 +39,11 @@ except ImportError as error:
 
 
 class ExpertCallback(TrainerCallback):
-    """Averages the experts after every optimizer step, and adds the router losses to the loss and to the log.
+    """Training of the expert layers in the model of a Trainer.
 
-    The experts are averaged at the rate and by the schedule that their layers were created with,
-    over the steps of the run. A resumed run goes on where it was. The loss holds the weighted
+    The experts are averaged after every optimizer step, at the rate and by the schedule that their
+    layers were created with, over the steps of the run. A resumed run goes on where it was. The
+    loss holds the weighted
     router losses, however it is computed: by the model, by label smoothing or by
     ``compute_loss_func``, and with gradient accumulation. ``Trainer.log`` holds the statistics of
     each router since the last log.
@@ -64,6 +66,7 @@ class ExpertCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Start the averaging of the run."""
         model = kwargs["model"]
         if moe_layers(model) or not _ensembles(model):
             self.averaging = start_averaging(
@@ -78,12 +81,15 @@ class ExpertCallback(TrainerCallback):
 
 
 def _ensembles(model: nn.Module) -> list[Any]:
-    """The ensembles inside a model; wrappers such as torch.compile's pass on attributes, but their classes do not."""
+    """Return the ensembles inside a model.
+
+    Their classes are asked, since wrappers such as torch.compile's pass on attributes of a model.
+    """
     return [module for module in model.modules() if hasattr(type(module), "forward_members")]
 
 
 def _as_images(ensemble: nn.Module, args: Any, logits: Tensor) -> Tensor:
-    """Make the logits (B, M, C) of members logits of B M images; a forward hook."""
+    """Make the logits (B, M, C) of members logits (B M, C) of as many images; a forward hook."""
     return logits.flatten(0, 1)
 
 
@@ -106,19 +112,19 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
     files = [whole] if whole.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no model.safetensors.")
-    state_dict = {
-        name: tensor for file in files for name, tensor in load_file(require_file(file)).items()
-    }
+    state_dict: dict[str, Tensor] = {}
+    for file in files:
+        state_dict |= load_file(require_file(file))
     _take_saved_names(model, state_dict)
     model.load_state_dict(state_dict)
 
 
 def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> None:
-    """Rename the tensors of ``save_pretrained`` to the names of the model; a load-state-dict pre-hook.
+    """Rename the tensors of ``save_pretrained`` to the names of the model.
 
-    ``save_pretrained`` writes some architectures, as ViT, by the names of earlier versions.
-    ``from_pretrained`` knows them, but the resumption of a Trainer does not: it loads tensors of
-    the same name, and only warns of the others.
+    This is a load-state-dict pre-hook. ``save_pretrained`` writes some architectures, as ViT, by
+    the names of earlier versions. ``from_pretrained`` knows them, but the resumption of a Trainer
+    does not: it loads tensors of the same name, and only warns of the others.
     """
     own = model.state_dict()
     names = {id(tensor): name for name, tensor in own.items()}
@@ -129,21 +135,21 @@ def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> 
 
 
 def _wrap(name: str) -> Any:
-    """Wrap a method of Trainer by a function of the method, the trainer, its ExpertCallback, and the arguments."""
+    """Wrap a method of Trainer by the function below; a decorator.
+
+    The function gets the method, the trainer, its ExpertCallback and the arguments. Without an
+    ExpertCallback the method is called as ever.
+    """
 
     def wrap(function: Any) -> Any:
         method = getattr(Trainer, name)
 
         @functools.wraps(method)
         def call(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-            found = [
-                each for each in self.callback_handler.callbacks if isinstance(each, ExpertCallback)
-            ]
-            return (
-                function(method, self, found[0], *args, **kwargs)
-                if found
-                else method(self, *args, **kwargs)
-            )
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, ExpertCallback):
+                    return function(method, self, callback, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
         setattr(Trainer, name, call)
         return function
@@ -161,28 +167,36 @@ def _add_router_losses(
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
-    with ExitStack() as hooks:
-        if model.training:
-            layers = hooks.enter_context(gathering(model))
-            for ensemble in _ensembles(model):
-                members = ensemble.ensemble_size
-                hooks.enter_context(ensemble.register_forward_hook(_as_images))
-                inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(members, 0)}
-                num_items_in_batch = (
-                    None if num_items_in_batch is None else num_items_in_batch * members
-                )
-        result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
+    """Add the router losses to the loss of a batch, and show it the labels of all members."""
     if not model.training:
-        return result
+        return compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
+
+    with ExitStack() as hooks:
+        layers = hooks.enter_context(gathering(model))
+        for ensemble in _ensembles(model):
+            members = ensemble.ensemble_size
+            hooks.enter_context(ensemble.register_forward_hook(_as_images))
+            inputs = {**inputs, "labels": inputs["labels"].repeat_interleave(members, 0)}
+            if num_items_in_batch is not None:
+                num_items_in_batch = num_items_in_batch * members
+        result = compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
+
     loss, *outputs = result if return_outputs else (result,)
-    # A loss that is divided by the number of accumulated batches already is not divided by Trainer.
-    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # not in earlier versions
-    if is_scaled is None:
-        by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
-        is_scaled = by_model or trainer.compute_loss_func is not None
-    scale = 1 / trainer.current_gradient_accumulation_steps if is_scaled else 1.0
+    scale = 1.0
+    if _is_scaled(trainer, num_items_in_batch):
+        scale = 1 / trainer.current_gradient_accumulation_steps
     loss = add_losses(layers, loss, scale)
     return (loss, *outputs) if return_outputs else loss
+
+
+def _is_scaled(trainer: Any, num_items_in_batch: Tensor | int | None) -> bool:
+    """Tell if a loss is divided by the number of accumulated batches before Trainer gets it."""
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if is_scaled is not None:
+        return is_scaled
+    # Earlier versions of transformers do not say it.
+    by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+    return by_model or trainer.compute_loss_func is not None
 
 
 @_wrap("log")
@@ -194,7 +208,8 @@ def _log_statistics(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if "loss" in logs:  # of training
+    """Add the experts' statistics to a log of training, which alone holds a loss."""
+    if "loss" in logs:
         logs.update(expert_statistics(trainer.model, callback.averaging))
     log(trainer, logs, *args, **kwargs)
 
@@ -203,6 +218,7 @@ def _log_statistics(
 def _stop_at_the_end(
     train: Any, trainer: Trainer, callback: ExpertCallback, *args: Any, **kwargs: Any
 ) -> Any:
+    """Stop the averaging when a run ends or fails."""
     try:
         return train(trainer, *args, **kwargs)
     finally:
@@ -214,9 +230,11 @@ def _stop_at_the_end(
 def _load_saved_names(
     load: Any, trainer: Any, callback: ExpertCallback, *args: Any, **kwargs: Any
 ) -> Any:
+    """Let a Trainer load a checkpoint whose tensors have names of earlier versions."""
     if not isinstance(trainer.model, PreTrainedModel):
         return load(trainer, *args, **kwargs)
     register = trainer.model.register_load_state_dict_pre_hook
-    # The conversion's own hook comes before these, by the file's names.
+    # The conversion's own check comes before these hooks and sees the names of the file, so it is
+    # done again with the model's names.
     with register(_take_saved_names), register(check_loaded_layers):
         return load(trainer, *args, **kwargs)

@@ -1,4 +1,7 @@
-"""Balance of the experts without a loss (arXiv 2408.15664): a bias on their scores, for the choice alone."""
+"""Balance of the experts without a loss (arXiv 2408.15664), by a bias on their scores.
+
+The bias is for the choice of experts alone, not for their gates.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +11,11 @@ from torch import Tensor, nn
 
 
 class BalancingBias(nn.Module):
-    """Bias that rises by ``rate`` at an optimizer step for experts with less than the mean load, and falls for others.
+    """A bias on the scores of the experts, which moves at each optimizer step.
 
-    The bias is a whole number of steps in float32, whatever the model is cast to. Its mean over the
-    experts is zero.
+    It rises by ``rate`` for experts with less than the mean load, and falls by it for those with
+    more. The bias is a whole number of steps in float32, whatever the model is cast to. Its mean
+    over the experts is zero.
 
     Args:
         num_experts: E.
@@ -22,8 +26,9 @@ class BalancingBias(nn.Module):
         load: (E,) number of choices of each expert since the last optimizer step, in this process;
             None for no choice.
         process_groups: groups of ``torch.distributed`` whose processes train the layer as one, so
-            that the choices of all of them count; None until the first step finds them, of the
-            DistributedDataParallel or the mesh around the layer. Name them where there is neither.
+            that the choices of all of them count. It is None until the first step finds those of
+            the DistributedDataParallel or the mesh around the layer. Name them where there is
+            neither.
     """
 
     steps: Tensor
@@ -53,14 +58,14 @@ class BalancingBias(nn.Module):
 
     def update(self, load_E: Tensor) -> None:
         """Make a step by the choices of all processes, and start to count again."""
-        self.steps = self.steps.float()  # FSDP1 may have cast buffers
+        self.steps = self.steps.float()  # FSDP1 may have cast the buffer.
         self.steps += (load_E.sum() - load_E * load_E.shape[0]).sign()
         self.load = None
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self.load = None  # choices by other weights
+        self.load = None  # The choices so far were made by other weights.
 
-    # A copy counts its own choices, and belongs to other processes.
+    # A copy counts its own choices, and may belong to other processes.
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "load": None, "process_groups": None}

@@ -8,13 +8,19 @@ from typing import Any
 def check_number(
     name: str, value: Any, low: float, above: bool = False, or_none: bool = False
 ) -> None:
-    """Raise ValueError unless ``value`` is a finite number, at least ``low`` or above it."""
+    """Raise ValueError unless an option's value is a finite number.
+
+    Args:
+        name: name of the option.
+        value: its value.
+        low: lowest possible value.
+        above: the value must be above ``low``.
+        or_none: None is possible.
+    """
     if or_none and value is None:
         return
-    number = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    )
-    if not number or value < low or (above and value == low):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < low or (above and value == low):
         bound = f"{'above' if above else 'of at least'} {low}{' or None' if or_none else ''}"
         raise ValueError(f"{name} must be a number {bound}, got {value!r}.")
 
@@ -22,7 +28,15 @@ def check_number(
 def check_integer(
     name: str, value: Any, low: int, high: int | None = None, or_none: bool = False
 ) -> None:
-    """Raise ValueError unless ``value`` is an integer from ``low`` to ``high``."""
+    """Raise ValueError unless an option's value is an integer from ``low`` to ``high``.
+
+    Args:
+        name: name of the option.
+        value: its value.
+        low: lowest possible value.
+        high: highest possible value; None for no limit.
+        or_none: None is possible.
+    """
     if or_none and value is None:
         return
     if type(value) is not int or value < low or (high is not None and value > high):
@@ -33,12 +47,15 @@ def check_integer(
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` is a bool: timm's ``--model-kwargs`` leaves ``false`` a string."""
+    """Raise ValueError unless an option's value is a bool.
+
+    timm's ``--model-kwargs`` makes a string of ``false``, which would count as true.
+    """
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Raise ValueError unless ``value`` is one of the allowed names."""
+    """Raise ValueError unless an option's value is one of the allowed names."""
     if value not in list(allowed):
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")

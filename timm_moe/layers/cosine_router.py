@@ -14,12 +14,14 @@ from .routers import TopKRouter
 
 #: P.
 PROJECTED = 256
-#: Factor of the cosines at most, and at first.
-MOST_SCALE, FIRST_SCALE = 100.0, 2.0
+#: Largest factor of the cosines.
+MOST_SCALE = 100.0
+#: First factor of the cosines.
+FIRST_SCALE = 2.0
 
 
 class CosineRouter(TopKRouter):
-    """Sends each row to the K experts whose weights make the smallest angles with its projection.
+    """Router of each row to the K experts whose weights are nearest, by angle, to its projection.
 
     The logit of a row and an expert is the cosine between the row's linear projection to P = 256
     dimensions and the expert's weights, times a learned scale. All else is as for
@@ -40,10 +42,10 @@ class CosineRouter(TopKRouter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small normal weights, a projection drawn as torch's linear layers, and a scale of 2."""
+        """Draw small normal weights, and a projection as in torch's linear layers; set scale 2."""
         super().reset_parameters()
         nn.init.normal_(self.weight, std=0.01)
-        if not hasattr(self, "projection"):  # the base's constructor resets its own weights first
+        if not hasattr(self, "projection"):  # The base's constructor calls this method early.
             return
         bound = self.projection.shape[1] ** -0.5
         for parameter in (self.projection, self.projection_bias):
@@ -51,14 +53,13 @@ class CosineRouter(TopKRouter):
         nn.init.constant_(self.log_scale, math.log(FIRST_SCALE))
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
+        """Compute the logits (G, B, N, E) of rows (G, B, N, D), in float32 at least."""
         dtype = torch.promote_types(x_GBND.dtype, torch.float32)
-        weight_EP, projection_PD, bias_P, log_scale = (
-            parameter.to(dtype)
-            for parameter in (self.weight, self.projection, self.projection_bias, self.log_scale)
+        x_GBNP = nn.functional.linear(
+            x_GBND.to(dtype), self.projection.to(dtype), self.projection_bias.to(dtype)
         )
-        x_GBNP = nn.functional.linear(x_GBND.to(dtype), projection_PD, bias_P)
-        scale = log_scale.clamp(max=math.log(MOST_SCALE)).exp()
-        direction_EP = nn.functional.normalize(weight_EP, dim=1) * scale
-        # To divide products of E by the rows' norms takes less than to divide rows of P.
+        scale = self.log_scale.to(dtype).clamp(max=math.log(MOST_SCALE)).exp()
+        direction_EP = nn.functional.normalize(self.weight.to(dtype), dim=1) * scale
+        # The E products of a row are divided by its norm, since that is less than its P entries.
         norm_GBN1 = torch.linalg.vector_norm(x_GBNP, dim=-1, keepdim=True).clamp(min=1e-12)
         return nn.functional.linear(x_GBNP, direction_EP) / norm_GBN1

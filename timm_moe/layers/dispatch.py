@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from .functional import Mode, caller, current_mode
 
-#: Round n / d for whole numbers n >= 0 and d; ONNX truncates quotients of negative numbers.
+#: Ways to round n / d for whole numbers n >= 0 and d. ONNX truncates quotients of negative numbers,
+#: so these formulas have none.
 ROUNDINGS: dict[str, Callable[[int, int], int]] = {
     "ceil": lambda n, d: (n + d - 1) // d,
     "round": lambda n, d: (2 * n + d - 1 + n // d % 2) // (2 * d),
@@ -26,22 +27,23 @@ class Routing(NamedTuple):
     """The rows that each expert gets, and the way of its outputs back.
 
     Shapes do not depend on the choices, so a routing is made without a wait for the device. It
-    holds what is computed once for a layer. What its maker knows without computing is None.
+    holds what is computed once for a layer. A field is None where its maker knows the values
+    without computing them.
 
     Attributes:
         token_indices: (N,) row of the input in each slot of the experts' input, in the order of the
             experts. A slot that no choice has holds some row.
-        offsets: (E,) end of each expert's slots; None with a capacity. Slots past the last one are
+        offsets: (E,) end of each expert's slots; None with a capacity. Slots past the last end are
             padding, whose outputs are zero.
-        slots: (T, K) slot of each choice of a row; None if each row has one slot, and each slot its
-            row. With ``starts`` (N,) all slots, row by row.
-        gates: (T, K) factor of each choice's output; with ``starts`` (N,) of each slot's; None for
-            all ones.
+        slots: (T, K) slot of each choice of a row. With ``starts`` it is (N,), all slots row by
+            row. It is None if each row has one slot and each slot one row.
+        gates: (T, K) factor of each choice's output. With ``starts`` it is (N,), a factor for each
+            slot. It is None if all are one.
         capacity: number of slots of each expert, used or not, if all have equally many; else None.
-        is_dropped: (T, K) whether a choice is beyond the capacity of its expert; None if none can
-            be.
-        starts: (T,) place in ``slots`` where each row's begin, if rows have different numbers of
-            experts.
+        is_dropped: (T, K) whether a choice is beyond the capacity of its expert; None if nothing
+            can be dropped.
+        starts: (T,) place in ``slots`` where the slots of each row begin, if rows have different
+            numbers of experts; else None.
     """
 
     token_indices: Tensor
@@ -53,7 +55,10 @@ class Routing(NamedTuple):
     starts: Tensor | None = None
 
     def experts(self) -> Tensor:
-        """(T, K) the expert of each choice, E for a dropped one; K = E where experts choose rows."""
+        """Return the expert of each choice, (T, K), and E for a dropped choice.
+
+        K = E where experts choose rows.
+        """
         if self.starts is not None:
             return self.table(len(self.starts))[0]
         if self.slots is None:
@@ -71,7 +76,10 @@ class Routing(NamedTuple):
         )
 
     def weights(self) -> Tensor | None:
-        """(T, K) the factor of the output of each of :meth:`experts`, zero for a dropped one; None for all ones."""
+        """Return the factors of the outputs of :meth:`experts`, (T, K), or None if all are one.
+
+        They are zero for dropped choices.
+        """
         if self.starts is not None:
             return self.table(len(self.starts))[1]
         if self.gates is None or self.is_dropped is None:
@@ -79,7 +87,13 @@ class Routing(NamedTuple):
         return self.gates.masked_fill(self.is_dropped, 0)
 
     def table(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return, where experts chose rows, (T, E) the experts of each row, E for none, and the outputs' factors."""
+        """Return the experts of each row and the factors of their outputs, where experts chose.
+
+        Both are (T, E). A row that an expert did not choose has E and zero in its place.
+
+        Args:
+            rows: T.
+        """
         experts, token_N, gates_N = self.num_experts(), self.token_indices, self.gates
         assert gates_N is not None
         expert_N = self._expert_of(torch.arange(token_N.shape[0], device=token_N.device))
@@ -89,21 +103,26 @@ class Routing(NamedTuple):
         return expert_TE.view(rows, experts), gate_TE.view(rows, experts)
 
     def num_experts(self) -> int:
-        """E."""
+        """Return E."""
         if self.offsets is not None:
             return self.offsets.shape[0]
         return self.token_indices.shape[0] // self.capacity if self.capacity else 0
 
     def _expert_of(self, slot: Tensor) -> Tensor:
+        """Return the expert that each slot belongs to."""
         if self.offsets is None:
             return slot // max(self.capacity or 0, 1)
         return (slot.unsqueeze(-1) >= self.offsets).sum(-1)
 
     def for_all_rows(self, rows: int) -> "Routing":
-        """The routing of all rows of the images that this one routes, (B, rows)."""
+        """Return the routing of all rows of the images, (B, rows), that this one routes as rows.
+
+        Args:
+            rows: number of rows of an image.
+        """
 
         def spread(of_images: Tensor | None) -> Any:
-            """(B, K) to (B rows, K), all first choices first."""
+            """Map (B, K) to (B rows, K), with all first choices first in memory."""
             return (
                 None
                 if of_images is None
@@ -127,10 +146,16 @@ class Routing(NamedTuple):
 
 
 def images_of_group(batch: int, group_images: int | None, is_training: bool) -> int:
-    """Size of the groups of a batch: ``group_images``; in eval mode the batch if they do not divide it; or by default.
+    """Return the number of images of each group of a batch.
+
+    Args:
+        batch: number of images of the batch.
+        group_images: wanted number of images of a group; None for one group. In eval mode a batch
+            that it does not divide is one group.
+        is_training: whether this is training.
 
     Raises:
-        ValueError: if they do not divide the batch in training.
+        ValueError: if ``group_images`` does not divide the batch in training.
     """
     if group_images is None or group_images == 1 or batch % group_images == 0:
         return group_images or batch
@@ -151,26 +176,28 @@ def expert_capacity(
     multiple_of: int = 4,
     most: int | None = None,
 ) -> int:
-    """Rows that an expert takes of a group, ``choices * capacity_factor / num_experts`` rounded (V-MoE, section 2.3).
+    """Return the number of rows that an expert takes of a group (V-MoE, section 2.3).
+
+    It is ``choices * capacity_factor / num_experts``, rounded.
 
     Args:
-        choices: rows of the group times choices of a row.
+        choices: number of rows of the group times number of choices of a row.
         num_experts: E.
         capacity_factor: 1 suffices exactly if the choices are spread evenly.
         rounding: ``"ceil"``, ``"round"`` (half to even) or ``"floor"``.
-        multiple_of: round up further to a multiple of this.
-        most: rows of the group that may come to an expert; the capacity is no larger.
+        multiple_of: the capacity is then rounded up to a multiple of this.
+        most: largest number of rows of the group that may come to an expert, and so largest
+            capacity.
 
     Raises:
-        ValueError: if the capacity would be below 1. (A trace, which cannot refuse a batch, takes 1
-            then.)
+        ValueError: if the capacity would be below 1. A trace cannot refuse a batch, so it takes 1.
     """
-    # In whole numbers: torch.compile may make a symbol of a float, and no size can follow from
-    # that. It traces the function itself and would warn of its cache.
+    # The fraction is of whole numbers. torch.compile may make a symbol of a float, and no size can
+    # follow from that. It traces the function itself and would warn of its cache.
     fraction = _fraction.__wrapped__ if torch.compiler.is_compiling() else _fraction
     numerator, denominator = fraction(capacity_factor)
     capacity = ROUNDINGS[rounding](choices * numerator, denominator * num_experts)
-    # In a trace, where a number would remain the size of the traced batch.
+    # It is a tensor in a trace, where a number would remain the one of the traced batch.
     if isinstance(capacity, Tensor):
         capacity = capacity.clamp(min=1)
     elif capacity < 1:
@@ -198,21 +225,36 @@ def has_equal_slots(device: torch.device, mode: Mode) -> bool:
     """Tell if each expert has equally many slots where the capacity is known before the choices.
 
     The experts then compute batched products, and the host waits for no count. A CPU has nothing to
-    wait for: there an expert computes its own rows alone. So does an exported program, since a
+    wait for, so there an expert computes its own rows alone. So does an exported program, since a
     capacity would limit its batch sizes.
     """
     return device.type != "cpu" and mode in (Mode.EAGER, Mode.COMPILED)
 
 
 def equal_runs(num_experts: int, capacity: int, device: torch.device, mode: Mode) -> dict[str, Any]:
-    """Fields of a :class:`Routing` whose experts have equally many slots, all of them used."""
+    """Return fields of a :class:`Routing` whose experts have equally many slots, all used.
+
+    Args:
+        num_experts: E.
+        capacity: number of slots of an expert.
+        device: device of the routing.
+        mode: mode of the call.
+    """
     if has_equal_slots(device, mode):
         return {"capacity": capacity}
     return {"offsets": torch.arange(1, num_experts + 1, device=device) * capacity}
 
 
 def partition(row_T: Tensor, num_experts: int, mode: Mode) -> Routing:
-    """Give each expert its part of the rows in their order, the first ``T % E`` experts one row more."""
+    """Give each expert its part of the rows in their order.
+
+    The first ``T % E`` experts get one row more.
+
+    Args:
+        row_T: rows in some order.
+        num_experts: E.
+        mode: mode of the call.
+    """
     rows = row_T.shape[0]
     quotient, remainder = rows // num_experts, rows % num_experts  # torch.compile knows no divmod
     if not has_equal_slots(row_T.device, mode):
@@ -247,16 +289,22 @@ class Queues(NamedTuple):
 def queue(
     expert_GSK: Tensor, num_experts: int, priority_GS: Tensor | None = None, mode: Mode = Mode.EAGER
 ) -> Queues:
-    """Line up the choices: all first choices in row order, then all second choices, ... (V-MoE, algorithm 1).
+    """Line up the choices at their experts (V-MoE, algorithm 1).
 
-    With priorities, rows of a higher one go first, equal ones in row order (batch priority routing,
-    algorithm 2).
+    First come all first choices in row order, then all second choices, and so on.
+
+    Args:
+        expert_GSK: expert of each choice.
+        num_experts: E.
+        priority_GS: rows with a higher priority go first, equal ones in row order (batch priority
+            routing, algorithm 2); None for row order.
+        mode: mode of the call.
     """
     groups, rows, choices = expert_GSK.shape
     visit_GKS = None
     expert_GKS = expert_GSK.transpose(1, 2)
     if priority_GS is not None:
-        # Which has no stable sort, but a topk that takes the first of equal ones.
+        # ONNX has no stable sort, but a topk that takes the first of equal entries.
         if mode is Mode.ONNX:
             visit_GS = priority_GS.topk(rows, dim=1).indices
         else:
@@ -265,7 +313,7 @@ def queue(
         expert_GKS = expert_GKS.gather(2, visit_GKS)
     expert_GN = expert_GKS.reshape(groups, choices * rows)
     number_E = torch.arange(num_experts, device=expert_GSK.device)
-    # The last dimension is contiguous, over which GPUs add up fast.
+    # GPUs add up fast over the last dimension, which is contiguous.
     count_EGN = (expert_GN == number_E.view(-1, 1, 1)).cumsum(2, dtype=torch.int32)
     rank_GKS = count_EGN.gather(0, expert_GN.unsqueeze(0)).view(groups, choices, rows)
     if visit_GKS is not None:
@@ -274,7 +322,8 @@ def queue(
     if not choices * rows:
         nothing_GE = count_GEN.new_zeros(groups, num_experts)
         return Queues(rank_GKS.transpose(1, 2), nothing_GE, nothing_GE)
-    # A slice: torch.export would take an index that it computes for a constant.
+    # The last entry of a slice is taken, since torch.export would take a computed index for a
+    # constant.
     return Queues(rank_GKS.transpose(1, 2), count_GEN[..., :rows][..., -1], count_GEN[..., -1])
 
 
@@ -286,10 +335,19 @@ def assign(
     mode: Mode = Mode.EAGER,
     may_wait: bool = False,
 ) -> Routing:
-    """Give each choice that is within the capacity of its expert in each group a slot of the expert.
+    """Give each choice a slot of its expert, if it is within the expert's capacity in its group.
 
-    On a GPU each expert has equally many slots, unless the host may wait and three quarters would
-    be unused. Its first one is spare: what is dropped has it.
+    On a GPU every expert gets equally many slots, so that shapes are known without a wait for the
+    device. Its first slot is spare, for what is dropped. Where the host may wait and over three
+    quarters of the slots would be unused, only used slots are made.
+
+    Args:
+        expert_GSK: expert of each choice.
+        gate_GSK: factor of each choice's output.
+        queues: places of the choices in the queues of the experts.
+        capacity: number of choices of a group that an expert takes; None for all.
+        mode: mode of the call.
+        may_wait: the host may wait for the device.
     """
     groups, rows, choices = expert_GSK.shape
     num_experts, num_slots = queues.load.shape[1], expert_GSK.numel()
@@ -318,7 +376,9 @@ def assign(
         before_GE = (end_EG - size_EG - 1).t()
         before_GN = before_GE.gather(1, expert_GKS.reshape(groups, choices * rows))
         slot_GKS = before_GN.view(groups, choices, rows) + rank_GKS
-        if is_dropped_GKS is not None:  # after the experts' slots
+        # Dropped choices share the last slot, which is free: the kept ones are fewer than all
+        # choices and at most G E C, so fewer than num_slots.
+        if is_dropped_GKS is not None:
             slot_GKS = slot_GKS.masked_fill(is_dropped_GKS, num_slots - 1)
         offsets = end_EG[:, -1]
     row_GKS = (
@@ -342,12 +402,12 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
     """Send every row to its chosen experts and drop nothing.
 
     Args:
-        expert_TK: integers in [0, E), in each row all different.
-        weight_TK: factors of the experts' outputs, with their gradients.
+        expert_TK: expert of each choice, an integer in [0, E); in each row all are different.
+        weight_TK: factor of each expert's output, with its gradient.
         num_experts: E.
 
     Raises:
-        ValueError: if the two are not of one shape (T, K), or the experts no integers.
+        ValueError: if the two are not of one shape (T, K), or the experts are no integers.
     """
     if expert_TK.ndim != 2 or expert_TK.shape != weight_TK.shape or expert_TK.is_floating_point():
         raise ValueError(
@@ -361,23 +421,28 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
 
 
 def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
-    """The experts' input: row i of the result is row ``routing.token_indices[i]`` of ``x_TD``."""
+    """Return the experts' input, (N, D), whose row i is row ``token_indices[i]`` of ``x_TD``."""
     slots = routing.slots
-    if slots is not None and _sums_in_one_pass(x_TD, routing):  # in the derivative
+    # The derivative sums the slots of each row.
+    if slots is not None and _sums_in_one_pass(x_TD, routing):
         starts_T = torch.arange(0, slots.numel(), slots.shape[1])
         return _to_experts(x_TD, routing.token_indices, slots.flatten(), starts_T, None)
     return _to_experts(x_TD, *_way(routing), None)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
-    """(T, D): the sum of the experts' outputs for each row, weighted by the gates; zero if all choices were dropped."""
+    """Sum the experts' outputs for each row, weighted by the gates: (N, D) -> (T, D).
+
+    A row whose choices were all dropped is zero.
+    """
     gates = None if routing.gates is None else routing.gates.to(y_ND.dtype)
-    if routing.slots is None or routing.starts is not None:  # each slot is of one row
+    if routing.slots is None or routing.starts is not None:  # Each slot belongs to one row.
         y_ND = y_ND if gates is None else y_ND * gates.view(-1, 1)
         return _to_rows(y_ND, *_way(routing), None)
     if gates is not None and _sums_in_one_pass(y_ND, routing):
         return _weighted_sum(y_ND, gates, routing.token_indices, routing.slots)
-    is_dropped_M1 = None  # without a capacity their slots are past the last offset
+    # Without a capacity, dropped choices have a slot past the last offset, whose output is zero.
+    is_dropped_M1 = None
     if routing.capacity is not None and routing.is_dropped is not None:
         is_dropped_M1 = routing.is_dropped.t().reshape(-1, 1)
     y_KTD = _to_rows(y_ND, *_way(routing), is_dropped_M1).unflatten(0, routing.slots.shape[::-1])
@@ -387,7 +452,10 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
 
 
 def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
-    """Tell if one operator sums the K slots of each row: memory limits a CPU, and compilers make their own loop."""
+    """Tell if one operator sums the K slots of each row.
+
+    It does on a CPU, which memory limits. Compilers make a loop of their own.
+    """
     has_choices = (
         routing.slots is not None and routing.starts is None and routing.slots.shape[1] > 1
     )
@@ -400,15 +468,16 @@ def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
 
 
 def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what the functions below need of a routing; all first choices come first."""
+    """Return what the functions below need of a routing, with all first choices first."""
     slots = routing.slots
     if slots is not None and routing.starts is None:
         slots = slots.t().flatten()
     return routing.token_indices, slots, routing.starts
 
 
-# The derivatives of torch's own operators add rows by atomic operations on GPUs, in an order that
-# changes from run to run. M is K T where rows have K slots, else T.
+# Below are autograd functions, since the derivatives of torch's own operators add rows by atomic
+# operations on GPUs, in an order that changes from run to run. M is K T where rows have K slots,
+# else T.
 
 
 def _written(rows: Tensor, index: Tensor, values: Tensor) -> Tensor:
@@ -425,7 +494,7 @@ def _written(rows: Tensor, index: Tensor, values: Tensor) -> Tensor:
 
 
 class _ToExperts(torch.autograd.Function):
-    """(N, D): the row of each slot; the derivative sums the slots of each row."""
+    """Rows of the slots, (T, D) -> (N, D); the derivative sums the slots of each row."""
 
     @staticmethod
     def forward(
@@ -446,14 +515,15 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         token_N, slot_M, starts_T, _ = ctx.saved_tensors
-        grad = _to_rows(grad_ND, token_N, slot_M, starts_T, None)  # what is dropped has no gradient
+        # The experts' outputs for dropped choices get no gradient, so their slots need no mask.
+        grad = _to_rows(grad_ND, token_N, slot_M, starts_T, None)
         if grad.shape[0] != ctx.rows:
             grad = grad.unflatten(0, (-1, ctx.rows)).sum(0)
         return grad, None, None, None, None
 
 
 class _ToRows(torch.autograd.Function):
-    """(M, D): the output of each choice, zero for dropped ones, or the sum of the slots of each row."""
+    """Outputs of the choices, (N, D) -> (M, D), zero for dropped ones, or sums of a row's slots."""
 
     @staticmethod
     def forward(
@@ -470,7 +540,7 @@ class _ToRows(torch.autograd.Function):
         picked_MD = y_ND.index_select(0, slot_M)
         if is_dropped_M1 is None:
             return picked_MD
-        if torch.compiler.is_compiling():  # as above
+        if torch.compiler.is_compiling():  # for the reason that _written gives
             return picked_MD.masked_fill(is_dropped_M1, 0)
         return picked_MD.masked_fill_(is_dropped_M1, 0)
 
@@ -484,7 +554,7 @@ class _ToRows(torch.autograd.Function):
 
 
 class _ToSlots(torch.autograd.Function):
-    """(N, D): the derivative of the above, zero for slots that no choice has."""
+    """Derivative of :class:`_ToRows`, (M, D) -> (N, D), zero for slots that no choice has."""
 
     @staticmethod
     def forward(
@@ -510,7 +580,10 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """(T, D): the sum of the slots of each row, each times its gate, on a CPU, whose index_add has one order."""
+    """Sums over the slots of each row, each times its gate, (N, D) -> (T, D).
+
+    It is for CPUs, whose index_add has one order.
+    """
 
     @staticmethod
     def forward(y_ND: Tensor, gate_TK: Tensor, token_N: Tensor, slot_TK: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ GATE_MODES = ("prob", "renorm")
 
 
 class ExpertChoiceRouter(Router):
-    """Lets each expert take the C rows of a group with its largest gates (section 3.2).
+    """Router in which each expert takes the C rows of a group with its largest gates (section 3.2).
 
     All experts have equally many rows, so there is no loss. A row goes to none, one or several
     experts. Gates are the softmax over all experts, in float32 at least, under autocast too.
@@ -26,14 +26,14 @@ class ExpertChoiceRouter(Router):
     Args:
         dim: D.
         num_experts: E.
-        capacity_factor: experts of a row on average: ``C = round(S * capacity_factor / E)``.
+        capacity_factor: mean number of experts of a row: ``C = round(S * capacity_factor / E)``.
         noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the
             logits.
-        gate_mode: factor of an expert's output: ``"prob"``, its gate, or ``"renorm"``, its gate
+        gate_mode: factor of an expert's output. ``"prob"`` is its gate; ``"renorm"`` is its gate
             divided by the sum over the experts that took the row.
-        group_images: entries of the batch among whose rows an expert chooses; by default one, so
-            that the outputs for an image do not depend on others. In eval mode a batch that they do
-            not divide is one group.
+        group_images: number of entries of the batch among whose rows an expert chooses; by default
+            one, so that the outputs for an image do not depend on others. In eval mode a batch that
+            this number does not divide is one group.
 
     Attributes:
         weight: (E, D) parameter.
@@ -42,7 +42,8 @@ class ExpertChoiceRouter(Router):
         ValueError: on an option outside its range.
     """
 
-    # A row has no first choice, and each image gives each expert equally many rows.
+    # Rows do not choose, and each image gives each expert equally many rows, so there are no routes
+    # of classes.
     depends_on_input = False
     needs_whole_images = True
 
@@ -68,13 +69,15 @@ class ExpertChoiceRouter(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the weights as timm's ViT does: normal with standard deviation 0.02, truncated."""
         nn.init.trunc_normal_(self.weight, std=0.02)
 
     def experts_of_row(self) -> int:
-        """Number of experts that a row goes to on average, at least 1."""
+        """Return the mean number of experts that a row goes to, at least 1."""
         return max(1, min(self.num_experts, round(self.capacity_factor)))
 
     def routing_degree(self) -> int:
+        """Return the number of all sets of experts, since any of them may take a row."""
         return 2**self.num_experts
 
     def forward(self, x: Tensor) -> Routing:
@@ -84,11 +87,11 @@ class ExpertChoiceRouter(Router):
             ValueError: in training, if ``group_images`` does not divide B, or if an expert would
                 take no row.
         """
-        batch, rows = x.shape[0], math.prod(x.shape[1:-1])
-        images, experts = images_of_group(batch, self.group_images, self.training), self.num_experts
-        groups, size = batch // images, images * rows
+        images = images_of_group(x.shape[0], self.group_images, self.training)
+        groups = x.shape[0] // images
+        size = images * math.prod(x.shape[1:-1])
         capacity = expert_capacity(
-            size, experts, self.capacity_factor, "round", multiple_of=1, most=size
+            size, self.num_experts, self.capacity_factor, "round", multiple_of=1, most=size
         )
         with no_autocast(x):
             logits_GSE = linear_logits(x.reshape(groups, size, x.shape[-1]), self.weight)
@@ -96,20 +99,24 @@ class ExpertChoiceRouter(Router):
                 logits_GSE = with_noise(logits_GSE, self.noise_std)
             gate_GSE = logits_GSE.softmax(2)
             gate_GEC, row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2)
-        first_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * size  # row of each group
-        token_N = (first_G11 + row_GEC).transpose(0, 1).flatten()
+
+        first_row_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * size
+        token_N = (first_row_G11 + row_GEC).transpose(0, 1).flatten()
         gate_N = gate_GEC.transpose(0, 1).flatten()
         if self.gate_mode == "renorm":
             total_T = gate_N.new_zeros(groups * size).index_add(0, token_N, gate_N)
             gate_N = gate_N / total_T.index_select(0, token_N)
+
+        # The slots of a row stand together in slot_N, from where the row begins in sorted_N.
         sorted_N, slot_N = token_N.sort(stable=True)
         return Routing(
             token_indices=token_N,
             slots=slot_N,
             starts=torch.searchsorted(sorted_N, torch.arange(groups * size, device=x.device)),
             gates=gate_N,
-            **equal_runs(experts, groups * capacity, x.device, current_mode()),
+            **equal_runs(self.num_experts, groups * capacity, x.device, current_mode()),
         )
 
     def extra_repr(self) -> str:
+        """Return the options that printing the module shows."""
         return f"num_experts={self.num_experts}, capacity_factor={self.capacity_factor}"

@@ -20,15 +20,15 @@ from .grouped import Runs, runs_of, sizes_of_runs
 from .grouped_network import grouped_form
 
 EXPERT_INITS = ("same", "independent", "drop")
-#: Classes that a sharded :class:`Stacked` gets, by FSDP1 and FSDP2: they hold the weights during a
-#: call only.
+#: Names of the classes that FSDP1 and FSDP2 give a sharded :class:`Stacked`. They hold the weights
+#: during a call only.
 FREEING = ("FullyShardedDataParallel", "FSDPStacked")
-#: Modules and options that a layer gets after its experts.
+#: Names of modules and options that a layer gets after its experts.
 LATER = ("router", "shared", "shared_init")
 
 
 class StackedParameters(nn.Module):
-    """Holds parameters stacked over E experts."""
+    """Base of modules with parameters that are stacked over E experts."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         for name, parameter in self.named_parameters(recurse=False):
@@ -45,25 +45,27 @@ class StackedParameters(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
+        """Return the shapes of the parameters that printing the module shows."""
         return ", ".join(
             f"{name}={tuple(parameter.shape)}" for name, parameter in self.named_parameters()
         )
 
 
 class Stacked(StackedParameters):
-    """Stands for a module inside the dense network, such as a linear layer.
+    """The stacked parameters of a module inside the dense network, such as a linear layer.
 
     It is called for its weights, so that hooks and wrappers act: offloading, spectral norm,
     pruning, PEFT's adapters.
     """
 
     def forward(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-        # torch's backward hooks know no lists.
+        """Return the parameters (E, ...) of these names."""
+        # The result is a tuple, since torch's backward hooks know no lists.
         weights = tuple(getattr(self, name) for name in names)
         # torch's FlopCounterMode asks what a module returns for its gradient, which inference mode
         # does not have.
         is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-        is_plain = not hasattr(weights[0], "placements")  # a DTensor cannot be detached there
+        is_plain = not hasattr(weights[0], "placements")  # A DTensor cannot be detached there.
         return (
             tuple(weight.detach() for weight in weights) if is_inference and is_plain else weights
         )
@@ -87,16 +89,18 @@ class Experts(StackedParameters):
             expert's hidden units again, also when a dense state dict is loaded (Drop-Upcycling,
             arXiv 2502.19261).
         expert_dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
-        expert_width: 1 / M: expert e is part e % M of ``ffn``, see :class:`HiddenUnits`
-            (fine-grained experts).
+        expert_width: 1 / M, by which expert e is the part e % M of ``ffn`` (fine-grained experts),
+            see :class:`HiddenUnits`.
 
     Attributes:
         parts: M, the number of experts that join to one dense network.
+        path: name of the layer in its model, for messages.
+        dispatcher: what runs experts that other processes hold; None if this process has all.
 
     Raises:
-        ValueError: on an option outside its range, if ``ffn`` has buffers, no dropout that can be
-            set, no hidden units that can be cut or drawn again, or a part with a name that the
-            layer needs.
+        ValueError: if an option is outside its range; if ``ffn`` has buffers, or a part with a name
+            that the layer needs; if it has no dropout that can be set, or no hidden units that can
+            be cut or drawn again.
     """
 
     path: str = ""
@@ -119,8 +123,8 @@ class Experts(StackedParameters):
         check_choice("expert_init", expert_init, EXPERT_INITS)
         if next(ffn.buffers(), None) is not None:
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
-        # The dense network without weights. It is not a submodule, so that its parameters are not
-        # listed.
+        # _ffn is the dense network without weights. It is not a submodule, so that its parameters
+        # are not listed. _grouped is the form of it that runs once over the rows of all experts.
         memo: dict[int, object] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()
         }
@@ -128,12 +132,12 @@ class Experts(StackedParameters):
         object.__setattr__(self, "_grouped", grouped_form(self._ffn))
         self._units = HiddenUnits(self._ffn, expert_width, is_needed=expert_init == "drop")
         self.parts = self._units.parts
-        # Dropout rates of the dense network, if the experts have another rate.
+        # Dropout rates of the dense network by path, if the experts have another rate.
         self._dense_rates: dict[str, float] = {}
         if expert_dropout is not None:
             self._set_dropout(expert_dropout)
-        #: Shapes (E, ...) of the stacked parameters, by their dense names; a wrapper (FSDP1) may
-        #: hold them in pieces.
+        #: Shapes (E, ...) of the stacked parameters by their dense names. A wrapper (FSDP1) may
+        #: hold the parameters in pieces.
         self.stacked_shapes: dict[str, torch.Size] = {}
         #: Names of the weights of each module inside, by its path.
         self._weights: dict[str, tuple[str, ...]] = {}
@@ -154,6 +158,7 @@ class Experts(StackedParameters):
         self._widths = tuple({width for shape in matrices for width in shape[1:]})
 
     def _set_dropout(self, rate: float) -> None:
+        """Set the rate of the dropout inside the experts, and remember the dense network's."""
         self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
         if not self._dense_rates:
             raise ValueError(
@@ -164,7 +169,7 @@ class Experts(StackedParameters):
 
     @torch.no_grad()
     def _initial(self, dense: Mapping[str, Tensor], init: str) -> dict[str, Tensor]:
-        """First weights of the experts, (E, ...), made from a dense network's."""
+        """Make the first weights of the experts, (E, ...), from a dense network's."""
         parts = {name: self._units.cut(name, weight.detach()) for name, weight in dense.items()}
         experts = range(self.num_experts)
         stacked = {
@@ -184,7 +189,16 @@ class Experts(StackedParameters):
     def _stack(
         self, module: nn.Module, into: nn.Module, initial: Mapping[str, Tensor], path: str = ""
     ) -> None:
-        """Stack the parameters of a module of the network and of those inside it; share modules without weights."""
+        """Stack the parameters of a module of the network, and of the modules inside it.
+
+        Modules without weights are shared.
+
+        Args:
+            module: the module.
+            into: the module that gets the stacked parameters.
+            initial: their values by dense names.
+            path: name of the module in the network.
+        """
         for name, parameter in module.named_parameters(recurse=False):
             stacked = initial[f"{path}.{name}".strip(".")]
             into.register_parameter(
@@ -202,7 +216,7 @@ class Experts(StackedParameters):
                 self._stack(child, into.get_submodule(name), initial, inside)
 
     def _dense_in(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-        """The weights of a dense network in a state dict, by their names in the network."""
+        """Return the weights of a dense network in a state dict, by their names in the network."""
         found = {
             name: state_dict[prefix + name]
             for name in self.stacked_shapes
@@ -215,21 +229,27 @@ class Experts(StackedParameters):
         }
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A dense network leaves nothing independent.
+        # Experts that began with independent weights all become copies of a dense network.
         init = "drop" if self.expert_init == "drop" else "same"
         for name, stacked in self._initial(self._dense_in(state_dict, prefix), init).items():
             state_dict[prefix + name] = stacked
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The stacked parameters, named as in the dense network; plain tensors in replicas of nn.DataParallel."""
+        """Return the stacked parameters, (E, ...), by their dense names.
+
+        In replicas of nn.DataParallel they are plain tensors.
+        """
         return [(name, attrgetter(name)(self)) for name in self.stacked_shapes]
 
     def expert_weights(self) -> dict[str, Tensor]:
-        """The weights that the experts compute with, (E, ...), by their dense names.
+        """Return the weights that the experts compute with, (E, ...), by their dense names.
 
-        A module inside with hooks or another class is called for its weights, so that hooks and
-        PEFT's adapters take part. RuntimeError if it frees them after the call.
+        A module inside that has hooks or another class is called for its weights, so that hooks and
+        PEFT's adapters take part.
+
+        Raises:
+            RuntimeError: if such a module frees its weights after the call.
         """
         weights: dict[str, Tensor] = {}
         for path, names in self._weights.items():
@@ -252,17 +272,21 @@ class Experts(StackedParameters):
         return weights if self.dispatcher is None else self.dispatcher.own(weights)
 
     def _shared_modules(self) -> dict[str, nn.Module]:
-        """The modules without weights as they are now, by their dense names: users replace activations."""
+        """Return the modules without weights, by their dense names.
+
+        They are looked up each time, since users replace activations.
+        """
         return {path: attrgetter(path)(self) for path in self._shared}
 
     def _call(
         self, network: nn.Module, tensors: Mapping[str, Tensor | None], x: Tensor, mode: Mode
     ) -> Tensor:
+        """Call the network, or its grouped form, with tensors by their dense names."""
         return call_with(network, tensors, self._shared_modules(), x, mode)
 
     def adapted(self) -> list[str]:
-        """Names, as in the dense network, of the modules that have adapters of PEFT."""
-        # Asked of the class, a wrapper of PEFT, as FSDP1's wrappers pass on attributes.
+        """Return the names, as in the dense network, of the modules that have adapters of PEFT."""
+        # The class is asked, which is PEFT's wrapper, since FSDP1's wrappers pass on attributes.
         return [
             path
             for path in self._weights
@@ -271,9 +295,12 @@ class Experts(StackedParameters):
 
     @torch.no_grad()
     def stacked_weights(self) -> dict[str, Tensor]:
-        """The weights of all dense networks that the experts are or join to, stacked and detached.
+        """Return the weights of all dense networks that the experts are or join to.
 
-        ValueError if adapters are unmerged, or parts are left over.
+        They are stacked, (networks, ...), and detached.
+
+        Raises:
+            ValueError: if adapters are unmerged, or parts are left over.
         """
         self._require_merged(self.adapted())
         return {
@@ -282,12 +309,21 @@ class Experts(StackedParameters):
         }
 
     def require_plain(self, consequence: str) -> None:
-        """Raise ValueError if experts have adapters, or weights that are computed from other parameters (pruned)."""
+        """Check that the experts' weights are their parameters.
+
+        Args:
+            consequence: what becomes of other weights, for the message.
+
+        Raises:
+            ValueError: if experts have adapters, or weights that are computed from other parameters
+                (pruned).
+        """
         experts = self.named_expert_parameters()
         computed = [name for name, stacked in experts if not isinstance(stacked, nn.Parameter)]
         self._require_merged([*computed, *self.adapted()], consequence)
 
     def _require_merged(self, names: list[str], consequence: str = "would be left out") -> None:
+        """Raise ValueError if there are names of modules with adapters or computed weights."""
         if names:
             raise ValueError(
                 f"{names[0]} of the experts in {self.path or 'an expert layer'} has adapters or "
@@ -299,7 +335,7 @@ class Experts(StackedParameters):
 
     @property
     def is_grouped(self) -> bool:
-        """True if the network runs once over the rows of all experts."""
+        """Whether the network runs once over the rows of all experts."""
         return self._grouped is not None
 
     def run(
@@ -309,10 +345,18 @@ class Experts(StackedParameters):
         capacity: int | None = None,
         mode: Mode | None = None,
     ) -> Tensor:
-        """Apply each expert to its run of rows; the runs end at ``end_E``, or all have ``capacity`` rows.
+        """Apply each expert to its run of rows.
 
-        The outputs, (N, width), are zero after the last run. An expert without rows has zero
-        gradients, not None, as data-parallel training needs.
+        An expert without rows has zero gradients, not None, as data-parallel training needs.
+
+        Args:
+            x_ND: rows in the order of the experts.
+            end_E: end of each expert's run; None if all have ``capacity`` rows.
+            capacity: number of rows of each expert, or None.
+            mode: mode of the call; by default the present one.
+
+        Returns:
+            The outputs, (N, width), which are zero after the last run.
         """
         run = partial(self._run, mode=mode or current_mode())
         if self.dispatcher is not None:
@@ -322,6 +366,7 @@ class Experts(StackedParameters):
     def _run(
         self, x_ND: Tensor, end_E: Tensor | None, capacity: int | None = None, *, mode: Mode
     ) -> Tensor:
+        """Do what :meth:`run` does with the experts of this process."""
         if capacity is not None:
             return self.run_batched(x_ND, mode).flatten(0, 1)
         assert end_E is not None
@@ -336,16 +381,21 @@ class Experts(StackedParameters):
                 f"{path}.{name}".strip("."): value
                 for name, value in zip(Runs._fields, runs, strict=True)
             }
-        # Its last layer is linear and leaves zeros there.
+        # The last layer of these networks is linear, and so leaves zeros after the last run.
         if type(self._ffn).__module__ == "timm.layers.mlp":
             return self._call(self._grouped, tensors, x_ND, mode)
-        # A network that divides by a norm makes NaN of zeros: mask these rows and their gradients.
+        # A network that divides by a norm makes NaN of zeros, so rows after the last run and their
+        # gradients are masked.
         is_after_N1 = (torch.arange(x_ND.shape[0], device=x_ND.device) >= end_E[-1]).unsqueeze(1)
         y_NH = self._call(self._grouped, tensors, x_ND.masked_fill(is_after_N1, 0), mode)
         return y_NH.masked_fill(is_after_N1, 0)
 
     def run_batched(self, x_ND: Tensor, mode: Mode) -> Tensor:
-        """Apply each expert of this process to its C of E C rows, by batched products: (E, C, width)."""
+        """Apply each expert of this process to its C of E C rows, by batched products.
+
+        Returns:
+            The outputs, (E, C, width).
+        """
         if self._grouped is not None:
             weights = self.expert_weights()
             x_ECD = x_ND.view(len(next(iter(weights.values()))), -1, x_ND.shape[1])
@@ -355,10 +405,10 @@ class Experts(StackedParameters):
         return torch.stack([network(x) for network, x in zip(each, x_ECD.unbind(), strict=True)])
 
     def each(self, mode: Mode | None = None) -> list[Callable[[Tensor], Tensor]]:
-        """The experts, each a function of rows (..., D)."""
+        """Return the experts, each as a function of rows (..., D)."""
         mode = mode or current_mode()
-        # unbind has one cheap backward for all experts; indexing would make a full-size gradient
-        # for each expert.
+        # unbind has one cheap backward for all experts. Indexing would make a gradient of the
+        # stack's size for each expert.
         per_expert = {name: stacked.unbind(0) for name, stacked in self.expert_weights().items()}
         return [
             partial(
@@ -377,7 +427,10 @@ class Experts(StackedParameters):
         return self._call(self._ffn, mean, x, current_mode())
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
-        """A network of the original class and dropout rates, with these weights; trains the same as the experts."""
+        """Make a network of the original class and dropout rates, with these weights.
+
+        The same parameters require gradients as in the experts.
+        """
         for path, module in self._shared_modules().items():
             self._ffn.set_submodule(path, module)
         ffn = copy.deepcopy(self._ffn)
@@ -400,7 +453,11 @@ class Experts(StackedParameters):
             stacked.copy_(initial[name])
 
     def init_weights(self) -> None:
-        """Refuse with a RuntimeError: only the model knows how a dense network is initialised."""
+        """Refuse, since only the model knows how a dense network is initialised.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError(
             f"A {type(self).__name__} cannot initialise its experts by itself: call init_weights() "
             "of the model before convert_to_moe, or of a model that was created by the name of one "
@@ -410,23 +467,29 @@ class Experts(StackedParameters):
     reset_parameters = init_weights
 
     def train(self, mode: bool = True) -> "Experts":
-        for structure in (self._ffn, self._grouped):  # dropout inside the experts
+        """Set the mode of training or evaluation, also of the dropout inside the experts."""
+        for structure in (self._ffn, self._grouped):
             if structure is not None:
                 structure.train(mode)
         return super().train(mode)
 
     def extra_repr(self) -> str:
+        """Return the network's class and E, which printing the module shows."""
         return f"ffn={type(self._ffn).__name__}, num_experts={self.num_experts}"
 
 
 def mean_over_experts(stacked: Tensor) -> Tensor:
-    """Mean over the first dimension, taken in float32 at least and returned in the dtype of ``stacked``."""
+    """Take the mean over the first dimension, in float32 at least.
+
+    It is returned in the dtype of ``stacked``.
+    """
     return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, torch.float32)).to(
         stacked.dtype
     )
 
 
 def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
+    """Return the dropouts of a network with their names in it."""
     return (
         (path, module) for path, module in ffn.named_modules() if isinstance(module, nn.Dropout)
     )

@@ -1,4 +1,4 @@
-"""The hidden units of a feed-forward network: a part of them for each expert, or some of them drawn again.
+"""The hidden units of a feed-forward network: parts of them for experts, and drawing some again.
 
 Shape suffixes: E experts, M parts, K dense networks that E = K M experts join to.
 """
@@ -19,12 +19,12 @@ DROPPED = 0.5
 
 
 class HiddenUnits:
-    """Cuts a dense network into M networks of a part of its hidden units each, which add up to it (DeepSeekMoE).
+    """The hidden units of a dense network, by which it is cut into M parts (DeepSeekMoE).
 
-    Hidden units lie between linear layers, with only elementwise operations among them. A layer
-    into them gives one row of its weight for a unit, or several blocks of rows, as in gated
-    networks. The bias of the layer out of them is divided by M. Weights outside of linear layers
-    belong to every part.
+    The parts are networks that add up to the dense one. Hidden units lie between linear layers,
+    with only elementwise operations among them. A layer into them gives one row of its weight for a
+    unit, or several blocks of rows, as in gated networks. The bias of the layer out of them is
+    divided by M. Weights outside of linear layers belong to every part.
 
     Args:
         ffn: the dense network; its values are not needed.
@@ -43,13 +43,13 @@ class HiddenUnits:
     def __init__(self, ffn: nn.Module, expert_width: float = 1, is_needed: bool = False):
         check_number("expert_width", expert_width, 0, above=True)
         self.parts = round(1 / expert_width)
-        if abs(self.parts * expert_width - 1) > 0.015:  # 0.33 is a third
+        if abs(self.parts * expert_width - 1) > 0.015:  # Users write a third as 0.33.
             raise ValueError(
                 "expert_width must be 1 divided by a whole number, such as 0.5 or 0.25, got "
                 f"{expert_width!r}."
             )
         self.size = 0
-        # Of weights: dimension of the units, number of blocks.
+        # For each weight the dimension of the hidden units in it, and the number of their blocks.
         self._places: dict[str, tuple[int, int]] = {}
         self._outer_bias = ""
         if is_needed or self.parts > 1:
@@ -62,17 +62,19 @@ class HiddenUnits:
             self.size //= self.parts
 
     def _find(self, ffn: nn.Module) -> None:
-        """Find the layer out of the hidden units: the one with which the parts add up to the network."""
+        """Find the layer out of the hidden units: with it the parts add up to the network."""
         linear = {
             path: module for path, module in ffn.named_modules() if isinstance(module, nn.Linear)
         }
-        for last in reversed(linear):  # usually the last
-            self.size, self._outer_bias = linear[last].in_features, f"{last}.bias"
+        for last in reversed(linear):  # Usually it is the last layer.
+            self.size = linear[last].in_features
+            self._outer_bias = f"{last}.bias"
             into = {path: layer for path, layer in linear.items() if path != last}
-            blocks = {path: layer.out_features // self.size for path, layer in into.items()}
-            self._places = {
-                f"{path}.{name}": (0, blocks[path]) for path in into for name in ("weight", "bias")
-            }
+            self._places = {}
+            for path, layer in into.items():
+                blocks = layer.out_features // self.size
+                self._places[f"{path}.weight"] = (0, blocks)
+                self._places[f"{path}.bias"] = (0, blocks)
             self._places[f"{last}.weight"] = (1, 1)
             if into and self._add_up(ffn, next(iter(into.values())).in_features):
                 return
@@ -84,16 +86,17 @@ class HiddenUnits:
 
     @torch.no_grad()
     def _add_up(self, ffn: nn.Module, width: int) -> bool:
-        """Run a network of random weights and its parts on a few rows, in eval mode."""
-        random = partial(
-            torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32
-        )
-        divisors = (
-            number
-            for number in (self.parts, *range(2, self.size))
-            if number > 1 and self.size % number == 0
-        )
-        parts, network = next(divisors, self.size), copy.deepcopy(ffn).eval()
+        """Tell if the parts of a network with random weights add up to it, on a few rows of D.
+
+        ``width`` is D.
+        """
+        generator = torch.Generator("cpu").manual_seed(0)
+        random = partial(torch.randn, generator=generator, dtype=torch.float32)
+        # If M is 1, the smallest other number of parts will do.
+        numbers = (self.parts, *range(2, self.size))
+        divisors = (number for number in numbers if number > 1 and self.size % number == 0)
+        parts = next(divisors, self.size)
+        network = copy.deepcopy(ffn).eval()
         try:
             with torch.device("cpu"):
                 dense = {
@@ -108,23 +111,33 @@ class HiddenUnits:
                     for m in range(parts)
                 ]
             return torch.allclose(sum(each), whole, rtol=0, atol=1e-4 * whole.abs().max().item())
-        except Exception:  # a foreign network may raise anything
+        except Exception:  # A foreign network may raise anything.
             return False
 
     def cut(self, name: str, weight: Tensor, parts: int | None = None) -> Tensor:
-        """Cut a dense weight into M parts, (M, ...)."""
+        """Cut a dense weight into M parts, (M, ...).
+
+        Args:
+            name: name of the weight in the network.
+            weight: the weight.
+            parts: another number than M.
+        """
         parts = parts or self.parts
         if name not in self._places:
-            return (weight / parts if name == self._outer_bias else weight).expand(
-                parts, *weight.shape
-            )
+            each = weight / parts if name == self._outer_bias else weight
+            return each.expand(parts, *weight.shape)
         dim, blocks = self._places[name]
-        return (
-            weight.unflatten(dim, (blocks, parts, -1)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
-        )
+        by_part = weight.unflatten(dim, (blocks, parts, -1)).movedim(dim + 1, 0)
+        return by_part.flatten(dim + 1, dim + 2)
 
     def join(self, name: str, stacked_E: Tensor) -> Tensor:
-        """Join a weight of E = K M experts to K dense ones, (K, ...); what belongs to every part is averaged.
+        """Join a weight of E = K M experts to the weights of K dense networks, (K, ...).
+
+        What belongs to every part is averaged.
+
+        Args:
+            name: name of the weight in the network.
+            stacked_E: (E, ...) the weights.
 
         Raises:
             ValueError: if M does not divide E.
@@ -139,19 +152,16 @@ class HiddenUnits:
         stacked_KM = stacked_E.unflatten(0, (-1, self.parts))
         if name not in self._places:
             total_K = stacked_KM.sum(1, dtype=torch.promote_types(stacked_E.dtype, torch.float32))
-            return (total_K if name == self._outer_bias else total_K / self.parts).to(
-                stacked_E.dtype
-            )
+            if name != self._outer_bias:
+                total_K = total_K / self.parts
+            return total_K.to(stacked_E.dtype)
         dim, blocks = self._places[name]
-        return (
-            stacked_KM.unflatten(dim + 2, (blocks, -1))
-            .movedim(1, dim + 2)
-            .flatten(dim + 1, dim + 3)
-        )
+        by_block = stacked_KM.unflatten(dim + 2, (blocks, -1)).movedim(1, dim + 2)
+        return by_block.flatten(dim + 1, dim + 3)
 
     @torch.no_grad()
     def narrow_(self, ffn: nn.Module) -> nn.Module:
-        """Make the first part of a dense network, in place."""
+        """Make a dense network its own first part, in place, and return it."""
         if self.parts > 1:
             for name, parameter in ffn.named_parameters():
                 parameter.data = self.cut(name, parameter.detach())[0].clone()
@@ -162,15 +172,18 @@ class HiddenUnits:
     def redraw_(self, weights: Mapping[str, Tensor]) -> None:
         """Draw half of an expert's hidden units again, in place (Drop-Upcycling).
 
-        The new weights of a matrix are normal, with mean and standard deviation of the ones that
-        they replace.
+        The new weights of a matrix are normal, with the mean and the standard deviation of those
+        that they replace.
+
+        Args:
+            weights: the expert's weights by their names in the network.
         """
         units = torch.randperm(self.size, device="cpu")[: math.ceil(DROPPED * self.size)]
         for name, (dim, blocks) in self._places.items():
-            if name in weights:
-                chosen = units.to(weights[name].device)
-                for block in weights[name].unflatten(dim, (blocks, -1)).unbind(dim):
-                    old = block.index_select(dim, chosen)
-                    block.index_copy_(
-                        dim, chosen, old.mean() + old.std(correction=0) * torch.randn_like(old)
-                    )
+            if name not in weights:
+                continue
+            chosen = units.to(weights[name].device)
+            for block in weights[name].unflatten(dim, (blocks, -1)).unbind(dim):
+                old = block.index_select(dim, chosen)
+                new = old.mean() + old.std(correction=0) * torch.randn_like(old)
+                block.index_copy_(dim, chosen, new)

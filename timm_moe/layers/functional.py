@@ -15,7 +15,10 @@ _HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 
 
 class Mode(Enum):
-    """Mode of a call: what becomes of its operators. A layer asks :func:`current_mode` once and passes it on."""
+    """Mode of a call: what becomes of its operators.
+
+    A layer asks :func:`current_mode` once and passes the answer on.
+    """
 
     EAGER = auto()
     COMPILED = auto()  # by torch.compile
@@ -25,7 +28,7 @@ class Mode(Enum):
 
     @property
     def is_plain(self) -> bool:
-        """Tell if others read the result, without this package's operators."""
+        """Whether programs without this package's operators read the result."""
         return self in (Mode.TRACED, Mode.ONNX)
 
 
@@ -35,7 +38,8 @@ def current_mode() -> Mode:
     is_tracing = torch.jit.is_tracing()
     if not (is_exporting or is_compiling or is_tracing):
         return Mode.EAGER
-    if torch.onnx.is_in_onnx_export():  # its exporters trace or export
+    # ONNX comes before the others, since its exporters trace or export.
+    if torch.onnx.is_in_onnx_export():
         return Mode.ONNX
     if is_exporting:
         return Mode.EXPORTED
@@ -43,6 +47,7 @@ def current_mode() -> Mode:
 
 
 def _is_exporting() -> bool:
+    """Tell if torch.export traces this call."""
     # Before torch 2.14 torch.compiler.is_exporting() is a constant True in compiled code, unlike
     # the flag behind it.
     return torch.compiler._is_exporting_flag if _HAS_FLAG else torch.compiler.is_exporting()
@@ -55,7 +60,15 @@ def call_with(
     x: Tensor,
     mode: Mode,
 ) -> Tensor:
-    """Call a network with these parameters, buffers and submodules instead of its own."""
+    """Call a network with other parameters, buffers and submodules than its own.
+
+    Args:
+        network: the network.
+        tensors: the parameters and buffers by their names in it.
+        modules: the submodules by their names in it.
+        x: the network's input.
+        mode: mode of the call.
+    """
     if mode is not Mode.COMPILED:
         return with_tensors(network, tensors, modules)(x)
     # Before torch 2.14 Dynamo cannot trace how a copy is made.
@@ -71,10 +84,16 @@ def with_tensors(
     modules: Mapping[str, nn.Module],
     prefix: str = "",
 ) -> nn.Module:
-    """A shallow copy of a network that has these parameters, buffers and submodules instead of its own.
+    """Make a shallow copy of a network with other parameters, buffers and submodules than its own.
 
-    To change the network during a call, as torch's functional_call does, is not possible in threads
-    (nn.DataParallel) and in torch.jit.trace.
+    torch's functional_call changes the network during a call instead, which is not possible in
+    threads (nn.DataParallel) and in torch.jit.trace.
+
+    Args:
+        network: the network.
+        tensors: the parameters and buffers by their names in the whole network.
+        modules: the submodules by their names in the whole network.
+        prefix: beginning of the names within this network, if it is a part.
     """
     copied = network.__class__.__new__(network.__class__)
     children: dict[str, nn.Module | None] = {}
@@ -96,12 +115,15 @@ def with_tensors(
 
 
 def caller(function: Any, is_operator: bool = False) -> Callable[..., Any]:
-    """A function that applies an autograd function, which has a ``setup_context``, in the least time.
+    """Return a function that applies an autograd function in the least time.
 
-    Only torch.func and Dynamo need ``setup_context``, for whose arguments torch looks long in each
-    call. Without gradients the autograd function is only needed in forward mode, where it raises:
-    bare operators give zeros. Compilers know the formulas of an operator of this package
-    (``is_operator``).
+    Only torch.func and Dynamo need ``setup_context``, but torch binds its arguments anew in each
+    call, which takes long. Without gradients the autograd function is only needed in forward mode,
+    where it raises an error; bare operators would give zeros.
+
+    Args:
+        function: an autograd function that has a ``setup_context``.
+        is_operator: it calls an operator of this package, whose formulas compilers know.
     """
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -128,31 +150,38 @@ def _always() -> bool:
     return True
 
 
-# What torch.autograd.Function itself asks. Without it, every call is as under torch.func, which
-# takes longer.
+# torch.autograd.Function itself asks this. In a torch without it every call is as under torch.func,
+# which takes longer.
 _are_transforms_active: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", _always
 )
 
 
 def _is_dual(x: Any) -> bool:
+    """Tell if forward-mode differentiation goes through a tensor."""
     return isinstance(x, Tensor) and unpack_dual(x).tangent is not None
 
 
 def kept_whole(module: nn.Module, x: Proxy) -> Proxy:
-    """Make one node of a module in a graph of torch.fx, as timm's tracer does; torchvision's knows no such modules."""
+    """Make one node of a module in a graph of torch.fx.
+
+    timm's tracer does so by itself, but torchvision's knows no modules to keep whole.
+    """
     tracer: Any = x.tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The type to which autocast casts the inputs of a linear layer; None if it leaves them alone."""
+    """Return the type to which autocast casts a linear layer's inputs; None if it does not."""
     if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def no_autocast(x: Tensor) -> Any:
-    """A context in which operators on x compute in the types of their inputs; the meta device has no autocast."""
+    """Return a context in which operators on x compute in the types of their inputs.
+
+    The meta device has no autocast, so nothing is needed there.
+    """
     is_needed = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if is_needed else nullcontext()

@@ -1,8 +1,8 @@
 """Products of the experts' rows with stacked matrices.
 
 The rows of each expert are a run: expert e has the rows from ``end_E[e - 1]`` to ``end_E[e]``. No
-shape depends on the lengths of the runs. With ``end_E`` on the CPU nothing waits for a GPU, and
-with ``end_E`` on a GPU nothing does where :func:`multiplies_by_offsets`; elsewhere each product
+shape depends on the lengths of the runs. With ``end_E`` on the CPU nothing waits for a GPU. With
+``end_E`` on a GPU nothing waits where :func:`multiplies_by_offsets` holds; elsewhere each product
 waits for the lengths. Experts with equally many rows, (E, C, D), need no lengths.
 
 Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts, C rows of each expert.
@@ -23,8 +23,8 @@ class Runs(NamedTuple):
 
     Attributes:
         end: (E,) integers that do not decrease, at most N.
-        expert: (N,) the expert of each row where products are by offsets on a GPU, some expert
-            after the last run; else None, and each product reads ``end`` on the host.
+        expert: (N,) expert of each row, and some expert after the last run, where products are by
+            offsets on a GPU. Elsewhere it is None, and each product reads ``end`` on the host.
         is_after: (N, 1) whether a row is after the last run; None without ``expert``.
         is_idle: (E, 1, 1) whether an expert has no rows; None without ``expert``.
     """
@@ -35,6 +35,7 @@ class Runs(NamedTuple):
     is_idle: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that are there."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
@@ -62,13 +63,19 @@ def runs_by_offsets(end_E: Tensor, rows: int) -> Runs:
 
 
 def batched_linear(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) -> Tensor:
-    """``x[e] @ weight[e].T + bias[e]`` for each expert, (E, C, H); under autocast in its dtype."""
+    """Compute ``x[e] @ weight[e].T + bias[e]`` for each expert, (E, C, H).
+
+    Under autocast the dtype is autocast's.
+    """
     dtype = autocast_dtype(x_ECD)
     return _batched(_cast(x_ECD, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype))
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """torch's own formula would transpose the weights' gradients, and copy them to the parameters' layout."""
+    """A batched linear layer whose weight gradients have the parameters' layout.
+
+    torch's own formula would transpose them, and then copy them to that layout.
+    """
 
     @staticmethod
     def forward(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) -> Tensor:
@@ -97,14 +104,15 @@ def _cast(x: Any, dtype: torch.dtype | None) -> Any:
 
 
 def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, runs: Runs) -> Tensor:
-    """``x @ weight[e].T + bias[e]`` for each run of rows, (N, H); zero for rows after the last run.
+    """Compute ``x @ weight[e].T + bias[e]`` for each run of rows, (N, H).
 
-    Under autocast it computes in autocast's dtype, as ``torch.nn.functional.linear`` does.
+    Rows after the last run are zero. Under autocast the dtype is autocast's, as in
+    ``torch.nn.functional.linear``.
 
     Args:
         x_ND: rows in the order of the experts.
-        weight_EHD: E times ``nn.Linear.weight``.
-        bias_EH: E times ``nn.Linear.bias``, or None.
+        weight_EHD: weights of E ``nn.Linear``.
+        bias_EH: their biases, or None.
         runs: the rows of each expert.
 
     Raises:
@@ -118,19 +126,26 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, run
 
 
 def spread_over_rows(stacked_EH: Tensor, runs: Runs, rows: int) -> Tensor:
-    """(N, H): for each row the vector of its expert; zero after the last run."""
+    """Return for each row the vector of its expert, (N, H); zero after the last run.
+
+    It is a linear layer of width zero, whose bias is the result, so that this needs no operator and
+    no derivative of its own.
+    """
     nothing_ND, nothing_EHD = (
         stacked_EH.new_empty(rows, 0),
         stacked_EH.new_empty(*stacked_EH.shape, 0),
     )
-    return _linear(nothing_ND, nothing_EHD, stacked_EH, *runs.tensors())  # a bias alone
+    return _linear(nothing_ND, nothing_EHD, stacked_EH, *runs.tensors())
 
 
-# Each of the two is the other's derivative. torch.func needs them: it knows no formulas of
-# operators. Products by offsets need all of the runs' tensors, others the ends alone.
+# Each of the two functions below is the other's derivative. torch.func needs them, since it does
+# not know the formulas of operators. Products by offsets need all of the runs' tensors, others the
+# ends alone.
 
 
 class _Linear(torch.autograd.Function):
+    """Product of each run with its expert's matrix, (N, D) -> (N, H), and sum with its bias."""
+
     @staticmethod
     def forward(
         x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *runs: Any
@@ -157,6 +172,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _Outer(torch.autograd.Function):
+    """Products ``y.T @ x`` of each run, (E, H, D), and sums of y, (E, H)."""
+
     @staticmethod
     def forward(
         y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *runs: Any
@@ -186,7 +203,7 @@ _linear, _outer = caller(_Linear, is_operator=True), caller(_Outer, is_operator=
 
 _HOST = torch.Tag.cudagraph_unsafe
 _RUNS = "Tensor end, Tensor expert, Tensor is_after, Tensor is_idle"
-# The first two read their last tensor on the host, which a CUDA graph would not repeat.
+# The first two operators read their last tensor on the host, which a CUDA graph would not repeat.
 for _name, _schema, _tags in (
     ("grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", _HOST),
     ("grouped_outer", "(Tensor y, Tensor x, bool with_sum, Tensor end) -> (Tensor, Tensor)", _HOST),
@@ -200,6 +217,7 @@ for _name, _schema, _tags in (
 def _linear_of_runs(
     x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor
 ) -> Tensor:
+    """Compute a product for each run, into slices of one result."""
     y_NH = _linear_of_shapes(x_ND, weight_EHD, bias_EH, end_E)
     sizes = sizes_of_runs(end_E, x_ND)
     weights = weight_EHD.transpose(1, 2).unbind()
@@ -220,6 +238,7 @@ def _linear_of_runs(
 def _outer_of_runs(
     y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Compute a product and a sum for each run, into slices of two results."""
     product_EHD, total_EH = _outer_of_shapes(y_NH, x_ND, with_sum, end_E)
     sizes = sizes_of_runs(end_E, x_ND)
     runs = zip(
@@ -242,7 +261,10 @@ def _outer_of_runs(
 
 
 def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
-    """Number of rows of each expert (on meta equally many) and after the last run; the host waits for a GPU's."""
+    """Return the number of rows of each expert, and of those after the last run.
+
+    The host waits for a GPU's. On meta all experts have equally many.
+    """
     rows, experts = x_ND.shape[0], end_E.shape[0]
     ends = (
         [rows * (expert + 1) // experts for expert in range(experts)]
@@ -253,11 +275,12 @@ def sizes_of_runs(end_E: Tensor, x_ND: Tensor) -> list[int]:
 
 
 def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
-    """Tell if ``torch.nn.functional.grouped_mm`` multiplies rows by matrices of these widths without a wait.
+    """Tell if torch's grouped_mm multiplies rows by matrices of these widths without a wait.
 
-    It has kernels for CUDA devices of capability 9 and 10 alone, in bfloat16, and from CUDA 13.3 on
-    in float16; its fallback for others copies the offsets to the host. Widths must be multiples of
-    16 bytes. The last offset may equal the number of rows, as in torch's own tests.
+    ``torch.nn.functional.grouped_mm`` has kernels for CUDA devices of capability 9 and 10 alone, in
+    bfloat16, and from CUDA 13.3 on in float16. Its fallback for others copies the offsets to the
+    host. Widths must be multiples of 16 bytes. The last offset may equal the number of rows, as in
+    torch's own tests.
     """
     cuda, dtype = torch.version.cuda, autocast_dtype(x_ND) or x_ND.dtype
     if not x_ND.is_cuda or cuda is None or dtype not in (torch.bfloat16, torch.float16):
@@ -266,7 +289,7 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
     fits = x_ND.numel() > 0 and all(
         width > 0 and width % 8 == 0 for width in (x_ND.shape[1], *widths)
     )
-    # Tensors without values need no GPU.
+    # Fake tensors may be on a GPU where there is none.
     if not (has_kernel and fits and torch.cuda.is_available()):
         return False
     return torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
@@ -275,23 +298,26 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
 def _linear_by_offsets(
     x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Tensor
 ) -> Tensor:
+    """Compute all products at once on a GPU, without a wait for the lengths."""
     end_E, expert_N, is_after_N1, _ = of_rows
     _check_devices(x_ND, weight_EHD, bias_EH, end_E)
     if not (weight_EHD.is_contiguous() or weight_EHD.transpose(1, 2).is_contiguous()):
         weight_EHD = weight_EHD.contiguous()
     y_NH = None
-    if x_ND.shape[1]:  # else a bias alone
+    if x_ND.shape[1]:  # Else there is a bias alone, as in spread_over_rows.
         y_NH = nn.functional.grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E)
     if bias_EH is not None:
         bias_NH = bias_EH.index_select(0, expert_N)
         y_NH = bias_NH if y_NH is None else y_NH + bias_NH
     assert y_NH is not None
-    return y_NH.masked_fill_(is_after_N1, 0)  # not written by grouped_mm
+    # grouped_mm does not write rows after the last run.
+    return y_NH.masked_fill_(is_after_N1, 0)
 
 
 def _outer_by_offsets(
     y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Compute all products and sums at once on a GPU, without a wait for the lengths."""
     end_E, expert_N, is_after_N1, is_idle_E11 = of_rows
     experts = end_E.shape[0]
     y_NH, x_ND = y_NH.contiguous(), x_ND.contiguous()
@@ -299,10 +325,11 @@ def _outer_by_offsets(
         product_EHD = y_NH.new_empty(experts, y_NH.shape[1], 0)
     else:
         product_EHD = nn.functional.grouped_mm(y_NH.t(), x_ND, offs=end_E)
-        product_EHD.masked_fill_(is_idle_E11, 0)  # not written by grouped_mm
+        # grouped_mm does not write the products of experts without rows.
+        product_EHD.masked_fill_(is_idle_E11, 0)
     if not with_sum:
         return product_EHD, y_NH.new_empty(experts, 0)
-    # Sums by atomic operations would differ from run to run.
+    # The sums are a product, since sums by atomic operations would differ from run to run.
     is_of_EN = torch.eq(torch.arange(experts, device=end_E.device).unsqueeze(1), expert_N)
     is_of_EN = is_of_EN.masked_fill(is_after_N1.t(), False)
     return product_EHD, is_of_EN.to(y_NH.dtype) @ y_NH
@@ -313,7 +340,13 @@ torch.library.impl("timm_moe::outer_by_offsets", "CompositeExplicitAutograd")(_o
 
 
 def _check_devices(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError where a result would hold values that nobody wrote, as torch does not with ``out=``."""
+    """Check that tensors are on one device.
+
+    torch does not check it for products with ``out=``, whose results nobody would write then.
+
+    Raises:
+        RuntimeError: if they are on several devices.
+    """
     devices = [tensor.device for tensor in tensors if tensor is not None]
     if any(device != devices[0] for device in devices):
         raise RuntimeError(
@@ -326,11 +359,16 @@ def _check_devices(*tensors: Tensor | None) -> None:
 def _linear_of_shapes(
     x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *of_rows: Tensor
 ) -> Tensor:
+    """Return an empty result of :class:`_Linear`.
+
+    Raises:
+        RuntimeError: if the number of experts, or devices, do not fit.
+    """
     if weight_EHD.shape[0] != end_E.shape[0]:
         raise RuntimeError(
             f"The rows are routed to {end_E.shape[0]} experts, but there are {weight_EHD.shape[0]}."
         )
-    # The host may know the lengths alone.
+    # The lengths may be on the CPU while all else is on a GPU.
     _check_devices(x_ND, weight_EHD, bias_EH, None if end_E.is_cpu else end_E)
     return x_ND.new_empty(x_ND.shape[0], weight_EHD.shape[1])
 
@@ -338,6 +376,11 @@ def _linear_of_shapes(
 def _outer_of_shapes(
     y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *of_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return empty results of :class:`_Outer`.
+
+    Raises:
+        RuntimeError: if devices do not fit.
+    """
     _check_devices(x_ND, y_NH, None if end_E.is_cpu else end_E)
     experts, height = end_E.shape[0], y_NH.shape[1]
     return y_NH.new_empty(experts, height, x_ND.shape[1]), y_NH.new_empty(
@@ -346,6 +389,7 @@ def _outer_of_shapes(
 
 
 def _flops(first_shape: Any, second_shape: Any, *_: Any, **__: Any) -> int:
+    """Return the number of operations of both kinds of products, if all rows are in runs."""
     return 2 * first_shape[0] * first_shape[1] * second_shape[1]
 
 

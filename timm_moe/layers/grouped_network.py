@@ -1,6 +1,7 @@
-"""A feed-forward network that runs once over the rows of all experts, its linear layers replaced by grouped ones.
+"""A feed-forward network that runs once over the rows of all experts.
 
-Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts.
+Its linear layers and norms are replaced by grouped ones. Shape suffixes: N rows, D width of the
+inputs, H of the outputs, E experts.
 """
 
 import copy
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from .grouped import Runs, batched_linear, grouped_linear, spread_over_rows
 
 #: Libraries whose networks only call their linear layers and norms. A class of the user's may read
-#: their weights.
+#: the weights of these.
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
 #: Names of torch's and timm's norms over the width that have a weight and perhaps a bias.
 _NORMS = ("LayerNorm", "RMSNorm", "RmsNorm")
-#: What a subclass may define by itself and still compute as the class that it derives from.
+#: Names that a subclass may define and still compute as the class that it derives from.
 _OWN_NAMES = {
     "__init__",
     "__module__",
@@ -27,7 +28,7 @@ _OWN_NAMES = {
 
 
 class _Grouped(nn.Module):
-    """Base of modules with places for stacked weights and the experts' runs, which a call fills in."""
+    """Base of modules with places for stacked weights and runs, which a call fills in."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -40,31 +41,43 @@ class _Grouped(nn.Module):
             self.register_buffer(name, None)
 
     def runs(self) -> Runs:
+        """Return the rows of each expert in the present call."""
         return Runs(*(self._buffers[name] for name in Runs._fields))  # type: ignore[arg-type]
 
 
 class GroupedLinear(_Grouped):
-    """A linear layer for the rows of all experts: runs (N, D), or equally many rows for each expert, (E, C, D)."""
+    """A linear layer for the rows of all experts."""
 
     weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map runs (N, D) to (N, H), or C rows of each expert, (E, C, D), to (E, C, H)."""
         if x.ndim == 3:
             return batched_linear(x, self.weight, self.bias)
         return grouped_linear(x, self.weight, self.bias, self.runs())
 
 
 class GroupedNorm(_Grouped):
-    plain: nn.Module  # the norm without weights
+    """A norm over the width for the rows of all experts.
+
+    Args:
+        module: the norm of one network.
+
+    Attributes:
+        plain: the norm without weights.
+    """
+
+    plain: nn.Module
 
     def __init__(self, module: nn.Module):
         super().__init__()
         plain = copy.copy(module)
         plain._parameters = dict.fromkeys(module._parameters)
-        # Not a submodule, as a call replaces nothing in it.
+        # It is no submodule, since a call replaces nothing in it.
         object.__setattr__(self, "plain", plain)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise rows (N, H) or (E, C, H), and apply each expert's weight and bias."""
         y = self.plain(x)
         if self.weight is not None:
             y = y * self._for_rows(self.weight, x).to(y.dtype)
@@ -73,6 +86,7 @@ class GroupedNorm(_Grouped):
         return y
 
     def _for_rows(self, stacked_EH: Tensor, x: Tensor) -> Tensor:
+        """Return each row's vector of its expert, in a shape that broadcasts to x."""
         return (
             stacked_EH.unsqueeze(1)
             if x.ndim == 3
@@ -81,11 +95,13 @@ class GroupedNorm(_Grouped):
 
 
 def grouped_form(ffn: nn.Module) -> nn.Module | None:
-    """The network with grouped modules instead of its linear layers and norms.
+    """Make a network with grouped modules instead of its linear layers and norms.
 
-    It maps each row by itself; modules without weights, such as dropouts, are shared. None if a
-    module is not from a known library, has hooks or other weights, or chooses among its submodules:
-    such a network runs expert by expert.
+    It maps each row by itself. Modules without weights, such as dropouts, are shared.
+
+    Returns:
+        The new network. It is None if a module is not from a known library, has hooks or other
+        weights, or chooses among its submodules. Such a network runs expert by expert.
     """
     try:
         return _replace(ffn)
@@ -94,7 +110,11 @@ def grouped_form(ffn: nn.Module) -> nn.Module | None:
 
 
 def _replace(module: nn.Module) -> nn.Module:
-    """The grouped form of a module; KeyError if there is no such form."""
+    """Make the grouped form of a module.
+
+    Raises:
+        KeyError: if there is no such form.
+    """
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -123,7 +143,7 @@ def _replace(module: nn.Module) -> nn.Module:
 
 
 def _original(module: nn.Module) -> Any:
-    """The class of a module, or the one that it derives from, if it only has another name or constructor."""
+    """Return the class of a module, without subclasses that only change names or constructors."""
     kind: Any = type(module)
     while len(kind.__bases__) == 1 and not vars(kind).keys() - _OWN_NAMES:
         kind = kind.__bases__[0]
@@ -131,6 +151,8 @@ def _original(module: nn.Module) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
+    """Tell if a module's class and forward are of a known library."""
     original = _original(module)
-    places = {original.__module__, original.forward.__module__}  # users patch classes
+    # Both are asked, since users patch the forward of classes.
+    places = {original.__module__, original.forward.__module__}
     return all(place.partition(".")[0] in _LIBRARIES for place in places)

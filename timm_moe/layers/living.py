@@ -1,10 +1,9 @@
-"""Objects of a class in this process, which are held weakly, and modules of a class in a model.
+"""Objects of a class in this process, and modules of a class in a model.
 
-This is the one such list of the package. torch gives the hooks of an optimizer step the optimizer
-but no model, and a step of a plain loop, which told nobody of its model, must be refused while
-router losses wait: so expert layers are here. An averaging is here since optimizers that work by
-one another share it, and the optimizers of timm's schedulers are here since timm's
-``update_summary`` names none.
+Optimizer hooks get an optimizer but no model. To find the expert layers that it trains, the package
+keeps weak references to all of them. So a step is refused while router losses wait, also in a plain
+loop that told nobody of its model. Averagings are kept since optimizers that work by one another
+share one, and the optimizers of timm's schedulers since timm's ``update_summary`` names none.
 """
 
 import weakref
@@ -19,24 +18,29 @@ _living: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 def register(item: object) -> None:
+    """Add an object to the list, or move it to the end; it is held weakly."""
     unregister(item)
     _living[id(item)] = item
 
 
 def unregister(item: object) -> None:
+    """Take an object off the list, if it is there."""
     _living.pop(id(item), None)
 
 
 def living(kind: type[T]) -> list[T]:
-    """List the objects of a class that are alive, in the order in which they came; other threads may add some."""
+    """Return the objects of a class that are alive, in the order in which they came.
+
+    Other threads may add some meanwhile.
+    """
     return [item for reference in _living.valuerefs() if isinstance(item := reference(), kind)]
 
 
 def find(kind: type[ModuleT], model: nn.Module) -> list[ModuleT]:
-    """List the modules of a class in a model, in the order of ``model.modules()``.
+    """Return the modules of a class in a model, in the order of ``model.modules()``.
 
     This runs several times in a training step. It remembers nothing that a change of the model
-    could make wrong, and costs a fifth of ``modules()``: some 0.1 µs a module.
+    could make wrong. It costs a fifth of ``modules()``, some 0.1 µs a module.
     """
     found: dict[ModuleT, None] = {model: None} if isinstance(model, kind) else {}
     _search(kind, model, found)
@@ -44,9 +48,10 @@ def find(kind: type[ModuleT], model: nn.Module) -> list[ModuleT]:
 
 
 def _search(kind: type[ModuleT], module: nn.Module, found: dict[ModuleT, None]) -> None:
+    """Add the modules of a class below a module; one that blocks share is added once."""
     for child in module._modules.values():
         if child is not None:
             if isinstance(child, kind):
-                found[child] = None  # once, though blocks may share it
+                found[child] = None
             if child._modules:
                 _search(kind, child, found)

@@ -1,4 +1,4 @@
-"""Losses against routers that favour a few experts: pure functions, one value for each group.
+"""Losses against routers that favour a few experts: functions of one value for each group.
 
 Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token. Gates add up to 1.
 """
@@ -13,11 +13,12 @@ from .functional import caller
 
 
 def importance_loss(gate_GSE: Tensor) -> Tensor:
-    """Inequality of the experts' summed gates (V-MoE, arXiv 2106.05974, appendix A.1; Shazeer et al. 2017, eq. 7).
+    """Inequality of the experts' summed gates (V-MoE, arXiv 2106.05974, appendix A.1).
 
-    It is the squared coefficient of variation, (G,), of the sums of the softmax without noise.
+    It is the squared coefficient of variation, (G,), of the sums of the softmax without noise. The
+    loss is from Shazeer et al. 2017 (arXiv 1701.06538, eq. 7).
     """
-    _, rows, experts = gate_GSE.shape  # the mean of the sums is S / E
+    _, rows, experts = gate_GSE.shape  # S and E: the mean of the sums is S / E
     return gate_GSE.sum(1).var(1, correction=0) * (experts / rows) ** 2
 
 
@@ -27,8 +28,12 @@ def load_loss(
     """Inequality of the experts' chances of being chosen under new noise (V-MoE, appendix A.2).
 
     It is the squared coefficient of variation, (G,), of the experts' mean chances.
-    ``last_choice_GS`` is the index of each token's K-th expert, whose noisy logit is the threshold;
-    ``noise_std`` is that of the noise on the logits.
+
+    Args:
+        logits_GSE: logits without noise.
+        noisy_logits_GSE: logits with noise, by which experts were chosen.
+        last_choice_GS: index of each token's K-th expert, whose noisy logit is the threshold.
+        noise_std: standard deviation of the noise on the logits.
     """
     threshold_GS1 = noisy_logits_GSE.gather(2, last_choice_GS.unsqueeze(2))
     # A chance is (1 + erf) / 2, and factors of all chances do not change the variation.
@@ -42,34 +47,50 @@ def balance_loss(gate_GSE: Tensor, load_GE: Tensor, choices: int) -> Tensor:
     It is 1 if both are uniform, and E if K = 1 and all rows prefer one expert. With the first
     choices only (K = 1) this is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) and
     GShard; with all K it is WideNet's (arXiv 2107.11817, eqs. 3-5; the authors' code divides by K).
-    ``gate_GSE`` is the softmax of the logits by which experts were chosen, ``load_GE`` counts the
-    choices of each expert, and ``choices`` is K.
+
+    Args:
+        gate_GSE: softmax of the logits by which experts were chosen.
+        load_GE: number of choices of each expert.
+        choices: K.
     """
     _, rows, experts = gate_GSE.shape
     return (gate_GSE.sum(1) * load_GE).sum(1) * (experts / (choices * rows * rows))
 
 
 def local_entropy_loss(gate_GSE: Tensor) -> Tensor:
-    """Mean entropy, (G,), of each token's gates, so that tokens decide (LIMoE, arXiv 2206.02770, section 2.1)."""
+    """Mean entropy, (G,), of each token's gates (LIMoE, arXiv 2206.02770, section 2.1).
+
+    Where it is small, tokens are sure of their experts.
+    """
     return _entropy(gate_GSE).mean(1)
 
 
 def global_entropy_loss(gate_GSE: Tensor) -> Tensor:
-    """Log E minus the entropy, (G,), of the mean gates (LIMoE, section 2.1, with the threshold log E)."""
+    """Log E minus the entropy, (G,), of the mean gates (LIMoE, section 2.1).
+
+    The paper has a threshold in the place of log E.
+    """
     return math.log(gate_GSE.shape[2]) - _entropy(gate_GSE.mean(1))
 
 
 def z_loss(logits_GSE: Tensor) -> Tensor:
-    """Mean square, (G,), of logits' logsumexp, against large logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    """Mean square, (G,), of the logits' logsumexp (ST-MoE, arXiv 2202.08906, eq. 5).
+
+    It is a loss against large logits.
+    """
     return logits_GSE.logsumexp(2).square().mean(1)
 
 
 def _entropy(gate: Tensor) -> Tensor:
-    return -(gate * gate.clamp(min=1e-20).log()).sum(-1)  # a gate may be rounded to zero
+    """Entropy (...) of gates (..., E), some of which may be rounded to zero."""
+    return -(gate * gate.clamp(min=1e-20).log()).sum(-1)
 
 
 class _SquaredVariation(torch.autograd.Function):
-    """Squared coefficient of variation over the experts, by the population's variance, as in the reference."""
+    """Squared coefficient of variation, (G,), of numbers (G, E) over the experts.
+
+    As in the reference, the variance is the population's.
+    """
 
     @staticmethod
     def forward(x_GE: Tensor) -> Tensor:

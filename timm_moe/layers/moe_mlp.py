@@ -20,8 +20,8 @@ from .recording_router import in_backward
 from .router import Router
 from .routers import RandomPartition
 
-#: Training forwards without a step after which a layer warns: more than any accumulation of
-#: gradients.
+#: Number of training forwards without a step after which a layer warns. No accumulation of
+#: gradients is so long.
 MOST_FORWARDS = 256
 
 
@@ -38,17 +38,20 @@ class MoeMlp(Experts):
 
     Attributes:
         path: name of the layer in its model, for messages.
-        replaced: weak references to the parameters of the dense network that it replaced; empty in
-            copies.
+        replaced: weak references to the parameters of the dense network that the layer replaced;
+            empty in copies.
         deploys_dense: whether the deployed layer is one dense network.
         share_rate: rate at which training averages the experts, see
             :func:`timm_moe.convert_to_moe`.
-        share_schedule: name of its schedule.
+        share_schedule: name of the schedule of that rate.
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
         forwards_since_step: training forwards since the last step of an optimizer that trains the
             layer.
-        padding: (...) boolean, true for the rows of the next x that are no tokens; the model's
-            blocks set it.
+        padding: (...) boolean, true for the rows of the next x that are padding; the model's blocks
+            set it.
+
+    Raises:
+        TypeError: if the router is no :class:`Router`.
     """
 
     deploys_dense: ClassVar[bool] = False
@@ -76,10 +79,12 @@ class MoeMlp(Experts):
         self.router = router
         register(self)
 
-    def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
+    # Weak references cannot be pickled.
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "replaced": (), "padding": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a deep copy or an unpickled layer
+    # A deep copy or an unpickled layer is another one, which is registered too.
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         register(self)
 
@@ -94,12 +99,16 @@ class MoeMlp(Experts):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Add the router's weights to the tensors of a dense network: the present ones, or if on meta, drawn ones."""
-        router, device = self.router, next(iter(self._dense_in(state_dict, prefix).values())).device
+        """Add the router's weights to a state dict of a dense network.
+
+        They are the present ones, or drawn ones if those are on meta.
+        """
+        router = self.router
+        device = next(iter(self._dense_in(state_dict, prefix).values())).device
         if device.type != "meta" and self.router_is_on_meta():
             router = _reset(copy.deepcopy(router).to_empty(device=device))
         for name, value in router.state_dict(prefix=f"{prefix}router.").items():
-            # set_model_state_dict adds what is on meta.
+            # torch's set_model_state_dict adds missing tensors on meta.
             if name not in state_dict or state_dict[name].is_meta:
                 state_dict[name] = value
 
@@ -107,7 +116,8 @@ class MoeMlp(Experts):
         was_on_meta = self.router_is_on_meta()
         super()._apply(*args, **kwargs)
         if was_on_meta:
-            self.draw_router()  # a dense checkpoint would leave what to_empty has not written
+            # to_empty writes no values, and a dense checkpoint has none for a router.
+            self.draw_router()
         return self
 
     def router_is_on_meta(self) -> bool:
@@ -116,41 +126,61 @@ class MoeMlp(Experts):
 
     @torch.no_grad()
     def draw_router(self) -> None:
-        """Draw the router's weights, or make them NaN, so that nobody overlooks a router that cannot be drawn."""
+        """Draw the router's weights.
+
+        Those of a router without ``reset_parameters`` become NaN, so that nobody overlooks them.
+        """
         if hasattr(self.router, "reset_parameters"):
             _reset(self.router)
             return
-        for value in filter(
-            torch.is_floating_point, (*self.router.parameters(), *self.router.buffers())
-        ):
-            value.fill_(torch.nan)
+        for value in (*self.router.parameters(), *self.router.buffers()):
+            if value.is_floating_point():
+                value.fill_(torch.nan)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
-        """Set the experts from a dense network, and reset the router; RuntimeError if that cannot be reset."""
+        """Set the experts from a dense network, and reset the router.
+
+        Raises:
+            RuntimeError: if the router has parameters but cannot be reset.
+        """
         super().reset_from_dense(ffn)
-        if (
-            hasattr(self.router, "reset_parameters")
-            or next(self.router.parameters(), None) is not None
-        ):
+        has_parameters = next(self.router.parameters(), None) is not None
+        if has_parameters or hasattr(self.router, "reset_parameters"):
             _reset(self.router)
 
     def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
-        """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing."""
+        """Map each row of x, (..., D), to (..., width of the outputs).
+
+        Args:
+            x: the rows.
+            routing: a routing to take in the place of the router's.
+        """
         if isinstance(x, Proxy):
             return kept_whole(self, x)
         return self.compute(x, routing)
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
-        """Compute what :meth:`forward` returns: zero for rows of padding, which a given routing leaves out."""
-        padding, self.padding = self.padding_of(x), None
+        """Compute what :meth:`forward` returns, with zero for rows of padding.
+
+        A given routing leaves rows of padding out.
+        """
+        padding = self.padding_of(x)
+        self.padding = None
         if padding is None:
             return self._route(x, routing)
         y_VD = self._route(x[~padding], routing)
         return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
 
     def padding_of(self, x: Tensor) -> Tensor | None:
-        """Padding of x that would change what the router makes of other rows, or its losses and loads; or None."""
-        padding, router = self.padding, self.router
+        """Return which rows of x are padding to leave out, (...), or None.
+
+        Padding is left out where it would change the routing of other rows, or losses and loads.
+
+        Raises:
+            ValueError: if there is padding but the router needs whole images.
+        """
+        padding = self.padding
+        router = self.router
         if padding is None or padding.shape != x.shape[:-1] or router.routing_unit == "image":
             return None
         if not self.training and getattr(router, "eval_capacity_factor", 0) is None:
@@ -164,6 +194,7 @@ class MoeMlp(Experts):
         return None if router.needs_whole_images else padding
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
+        """Map rows (..., D), without padding, by the router's or by a given routing."""
         if not isinstance(self.router, Router):  # a wrapper hides its losses from auxiliary_loss
             raise ValueError(
                 f"The router of {self.path or 'an expert layer'} is a "
@@ -178,13 +209,13 @@ class MoeMlp(Experts):
             mode in (Mode.COMPILED, Mode.EXPORTED) and not (self.is_grouped or self.dispatcher)
         ):
             y_TD = self._weigh_all(x_TD, routing, mode)
-        else:  # a dispatcher computes outside of compiled code
+        else:  # A dispatcher computes outside of compiled code.
             y_ND = self.run(dispatch(x_TD, routing), routing.offsets, routing.capacity, mode)
             y_TD = combine(y_ND, routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
     def _count_forward(self) -> None:
-        """Warn once of a layer that nobody averages or balances, as no optimizer was seen to step."""
+        """Warn once of a layer that no seen optimizer trains, if nobody averages or balances it."""
         if (
             torch.compiler.is_compiling()
             or not (self.training and torch.is_grad_enabled())
@@ -194,17 +225,27 @@ class MoeMlp(Experts):
         self.forwards_since_step += 1
         if self.forwards_since_step != MOST_FORWARDS:
             return
+        remedies = self._remedies()
+        if remedies:
+            for layer in living(MoeMlp):  # The model's other layers are about to say the same.
+                if layer.forwards_since_step >= MOST_FORWARDS - 1:
+                    layer.forwards_since_step = MOST_FORWARDS
+            warnings.warn(
+                f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch "
+                "optimizer that holds their parameters took a step. If another optimizer trains "
+                f"them, such as one of copies, {', and '.join(remedies)}; if none does, call "
+                "eval() on the model.",
+                stacklevel=3,
+            )
+
+    def _remedies(self) -> list[str]:
+        """Return what a user must do if an optimizer that nobody sees trains the layer."""
         remedies = []
-        whole = (
-            stacked
-            for _, stacked in self.named_expert_parameters()
-            if isinstance(stacked, nn.Parameter)
+        experts = [stacked for _, stacked in self.named_expert_parameters()]
+        are_trained = any(
+            isinstance(stacked, nn.Parameter) and stacked.requires_grad for stacked in experts
         )
-        if (
-            self.share_rate
-            and not self.is_averaged_by_hand
-            and any(stacked.requires_grad for stacked in whole)
-        ):
+        if self.share_rate and not self.is_averaged_by_hand and are_trained:
             remedies.append(
                 "call timm_moe.average_experts_(model, rate) after each step, or set share_rate=0"
             )
@@ -216,24 +257,15 @@ class MoeMlp(Experts):
             remedies.append(
                 "call bias.update(bias.load) of each router's balancing_bias after each step"
             )
-        if remedies:
-            for layer in living(MoeMlp):  # the others of the model are about to say the same
-                if layer.forwards_since_step >= MOST_FORWARDS - 1:
-                    layer.forwards_since_step = MOST_FORWARDS
-            warnings.warn(
-                f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch "
-                "optimizer that holds their parameters took a step. If another optimizer trains "
-                f"them, such as one of copies, {', and '.join(remedies)}; if none does, call "
-                "eval() on the model.",
-                stacklevel=3,
-            )
+        return remedies
 
     def _weigh_all(self, x_TD: Tensor, routing: Routing, mode: Mode) -> Tensor:
-        """Run every expert on every row, at E times the cost, by operators that every format has."""
+        """Run every expert on every row, at E times the cost, by operators of every format."""
         if mode is Mode.COMPILED:
             _warn_of_all_rows(type(self._ffn).__name__)
         if routing.starts is None:
-            expert_TK, gate_TK = routing.experts(), routing.gates
+            expert_TK = routing.experts()
+            gate_TK = routing.gates
         else:
             expert_TK, gate_TK = routing.table(x_TD.shape[0])
         if gate_TK is None:
@@ -243,22 +275,24 @@ class MoeMlp(Experts):
             output = expert(x_TD)
             is_chosen_TK = expert_TK == number
             gate_T1 = torch.where(is_chosen_TK, gate_TK, 0).sum(1, keepdim=True).to(output.dtype)
-            # Inf of others aside.
+            # An expert's Inf or NaN must not reach rows that did not choose it, so no product by 0.
             weighted.append(torch.where(is_chosen_TK.any(1, keepdim=True), gate_T1 * output, 0))
         return sum(weighted[1:], start=weighted[0])
 
 
 class SharedExpertMlp(MoeMlp):
-    """An expert layer with a shared expert, whose output is added for every row without a gate (ViMoE, section 3.3).
+    """An expert layer with a shared expert (ViMoE, section 3.3).
 
-    It has the width of the other experts: with ``expert_width`` it is the first part of the dense
-    network.
+    The shared expert's output is added for every row, without a gate. The shared expert has the
+    width of the other experts: with ``expert_width`` it is the first part of the dense network.
 
     Args:
-        shared_init: weights of the shared expert, here and when a dense checkpoint is loaded:
-            ``"pretrained"``, a copy of the dense network, or ``"zero_out"``, the same with a last
-            linear layer of zeros, so that it adds nothing at first. The other arguments are as for
-            :class:`MoeMlp`.
+        ffn: the dense network to replace.
+        args: as :class:`MoeMlp`.
+        shared_init: weights of the shared expert, here and when a dense checkpoint is loaded.
+            ``"pretrained"`` is a copy of the dense network. ``"zero_out"`` is the same with a last
+            linear layer of zeros, so that the shared expert adds nothing at first.
+        kwargs: as :class:`MoeMlp`.
 
     Raises:
         ValueError: on an unknown ``shared_init``, and as :class:`MoeMlp`.
@@ -276,15 +310,18 @@ class SharedExpertMlp(MoeMlp):
             self.shared.get_submodule(path).p = module.p  # type: ignore[assignment]
 
     def _initial_shared(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The first weights of the shared expert, made from a dense network's by ``shared_init``."""
-        *_, last = (
-            path for path, module in self.shared.named_modules() if isinstance(module, nn.Linear)
-        )
+        """Make the first weights of the shared expert from a dense network's by ``shared_init``."""
         first = {name: self._units.cut(name, weight)[0].clone() for name, weight in dense.items()}
-        at_zero = [
-            name for name in dense if self.shared_init == "zero_out" and name.startswith(f"{last}.")
-        ]
-        return {**first, **{name: torch.zeros_like(first[name]) for name in at_zero}}
+        if self.shared_init == "zero_out":
+            *_, last = (
+                path
+                for path, module in self.shared.named_modules()
+                if isinstance(module, nn.Linear)
+            )
+            for name, weight in first.items():
+                if name.startswith(f"{last}."):
+                    weight.zero_()
+        return first
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
@@ -292,14 +329,17 @@ class SharedExpertMlp(MoeMlp):
             state_dict.setdefault(f"{prefix}shared.{name}", value)
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
-        """Set routed experts and, by ``shared_init``, the shared one from a dense network; reset the router."""
+        """Set all experts from a dense network, and reset the router.
+
+        The shared expert is set by ``shared_init``.
+        """
         super().reset_from_dense(ffn)
         self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
 
     def stacked_weights(self) -> dict[str, Tensor]:
-        """The weights of the routed experts, and the shared expert as the last.
+        """Return the weights of the routed experts, with the shared expert as the last.
 
-        The parts of a dense network that the shared expert lacks are the mean of the routed ones.
+        Parts of a dense network that the shared expert lacks are the means of the routed experts'.
         """
         own = dict(self.shared.named_parameters())
         self._require_merged(
@@ -313,7 +353,7 @@ class SharedExpertMlp(MoeMlp):
         return networks
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
-        """Add the shared expert's output to the routed experts'; a given routing is for the latter."""
+        """Add the shared expert's output to that of the routed experts, which take the routing."""
         return self.shared(x) + super().compute(x, routing)
 
 
@@ -322,7 +362,13 @@ class EwaMlp(MoeMlp):
 
     In training each expert computes its part of a new random partition of all rows of the local
     batch. In eval mode the layer computes the network that is deployed, the mean of the experts
-    (eq. 7). Arguments as :class:`MoeMlp`.
+    (eq. 7).
+
+    Args:
+        ffn: the dense network to replace.
+        num_experts: E.
+        expert_init: see :class:`Experts`.
+        options: see :class:`Experts`.
     """
 
     deploys_dense = True
@@ -333,12 +379,13 @@ class EwaMlp(MoeMlp):
         super().__init__(ffn, RandomPartition(num_experts), num_experts, expert_init, **options)
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
-        """Map each row of x as :class:`MoeMlp` does; in eval mode by the mean of the experts, without a routing."""
+        """Map each row of x as :class:`MoeMlp` does, in eval mode by the mean of the experts."""
         return super().compute(x, routing) if self.training else self.run_mean(x)
 
 
-@torch.compiler.assume_constant_result  # so that it runs as the layer is compiled, and no more
+@torch.compiler.assume_constant_result  # It runs while the layer is compiled, and never again.
 def _warn_of_all_rows(network: str) -> None:
+    """Warn of the cost of a compiled layer whose network, of this class, has no grouped form."""
     _say_once(
         f"Compiled, every expert computes every row: a {network} has no form that runs once over "
         "the rows of all experts. Networks of timm, torchvision and transformers have, and their "
@@ -346,12 +393,18 @@ def _warn_of_all_rows(network: str) -> None:
     )
 
 
-@functools.cache  # Dynamo traces a layer more than once
+@functools.cache  # Dynamo traces a layer more than once.
 def _say_once(text: str) -> None:
+    """Warn once in a process."""
     warnings.warn(text, stacklevel=3)
 
 
 def _reset(router: Any) -> Any:
+    """Draw a router's weights and return it.
+
+    Raises:
+        RuntimeError: if the router cannot be reset.
+    """
     if not hasattr(router, "reset_parameters"):
         raise RuntimeError(
             f"The router {type(router).__name__} has parameters, but no reset_parameters() that "

@@ -1,6 +1,7 @@
-"""Records of routers: their losses in training forwards, which wait until someone adds them to the training loss.
+"""Records of routers: their losses in training forwards, and statistics.
 
-CONTRIBUTING.md has the rules: "When a router's loss is taken, added, dropped, told of".
+The losses wait until someone adds them to the training loss. CONTRIBUTING.md has the rules: "When a
+router's loss is taken, added, dropped, told of".
 """
 
 import warnings
@@ -17,17 +18,22 @@ from .living import find
 from .router import Router
 from .router_totals import RouterTotals
 
-#: Never entered: only asked whether backward is running.
+#: Tracker that is never entered: it is only asked whether backward is running.
 _tracker = ModuleTracker()
 
 
 def in_backward() -> bool:
-    """True while backward runs, as when gradient checkpointing repeats a forward; compiled code cannot ask."""
+    """Tell if backward is running, as when gradient checkpointing repeats a forward.
+
+    Compiled code cannot ask this, so there the answer is no.
+    """
     return not torch.compiler.is_compiling() and _tracker.is_bw
 
 
 class RouterRecord(NamedTuple):
-    """Losses and statistics of one training forward of a router; what a property tells is computed when asked for.
+    """Losses and statistics of one training forward of a router.
+
+    The properties are computed when someone asks for them.
 
     Attributes:
         losses: mean over the groups of each loss by name, without its weight, detached.
@@ -35,8 +41,8 @@ class RouterRecord(NamedTuple):
             weights.
         load_GE: (G, E) number of choices of each expert in each group, dropped choices included.
         capacity: number of choices of a group that an expert takes; None if nothing is dropped.
-        gate_sum: () sum of the chosen experts' gates, where there are no losses that tell of NaN or
-            Inf; else None.
+        gate_sum: () sum of the chosen experts' gates, if there are no losses in which NaN or Inf
+            would show; else None.
     """
 
     losses: dict[str, Tensor]
@@ -47,37 +53,41 @@ class RouterRecord(NamedTuple):
 
     @property
     def load(self) -> Tensor:
-        """(E,) number of choices of each expert, dropped choices included."""
+        """Number of choices of each expert, (E,), dropped choices included."""
         return self.load_GE.sum(0)
 
     @property
     def dropped(self) -> Tensor:
-        """() number of choices beyond the capacities."""
+        """Number of choices beyond the capacities, ()."""
         if self.capacity is None:
             return self.load_GE.new_zeros(())
         return (self.load_GE - self.capacity).clamp(min=0).sum()
 
     @property
     def finite(self) -> Tensor:
-        """() whether the losses or gates were finite numbers, as they are not where logits are not."""
+        """Whether the losses or gates were finite, (); they are not where logits are not."""
         return torch.stack(self.checked()).isfinite().all()
 
     def checked(self) -> list[Tensor]:
-        """The numbers () that are not finite where logits are not."""
+        """Return the numbers () that are not finite where logits are not."""
         return list(self.losses.values()) if self.gate_sum is None else [self.gate_sum]
 
 
 class Begun(Enum):
-    """Events that a router's records belong to, since the last step of its optimizer."""
+    """Event to which a router's records belong, since the last step of its optimizer.
 
-    NOTHING = (
-        "a part of the model was called by itself: its records gather until someone takes them"
-    )
-    OVERDUE = (
-        "the same, and while records waited, an optimizer stepped that does not train the router"
-    )
-    FORWARD = "a forward of the model: the next one drops the records that wait"
-    TASK = "a training task: the records of all of its forwards gather"
+    Attributes:
+        NOTHING: a part of the model was called by itself. Records gather until someone takes them.
+        OVERDUE: as NOTHING, and while records waited, an optimizer stepped that does not train the
+            router.
+        FORWARD: a forward of the model. The next one drops the records that wait.
+        TASK: a training task. The records of all of its forwards gather.
+    """
+
+    NOTHING = "nothing"
+    OVERDUE = "overdue"
+    FORWARD = "forward"
+    TASK = "task"
 
 
 class RecordingRouter(Router):
@@ -91,9 +101,9 @@ class RecordingRouter(Router):
     Attributes:
         balancing_bias: bias that the recorded loads move, for the choice of subclasses; or None.
         records: records whose losses wait, in the order of the calls.
-        begun: what they belong to.
-        added: whether losses were added since it began; in a forward or a task later records are
-            then repetitions.
+        begun: event to which they belong.
+        added: whether losses were added since that event began. Later records of the same forward
+            or task are then repetitions.
         totals: statistics of the records whose losses were added.
     """
 
@@ -107,7 +117,10 @@ class RecordingRouter(Router):
         self.forget()
 
     def forget(self) -> None:
-        """Forget what an earlier run left: losses, and loads of the balancing bias. Statistics stay."""
+        """Forget the losses and the loads of the balancing bias that an earlier run left.
+
+        Statistics stay.
+        """
         self._begin(Begun.NOTHING)
         if self.balancing_bias is not None:
             self.balancing_bias.load = None
@@ -117,18 +130,19 @@ class RecordingRouter(Router):
         self.records = []
 
     def _begin(self, what: Begun) -> None:
+        """Drop the records, as another event begins."""
         self.records = []
         self.added = False
         self.begun = what
 
     def begin_forward(self) -> None:
-        """Drop the losses that wait as the model begins a training forward; within a task, keep them."""
+        """Drop the losses that wait as the model begins a training forward; keep them in a task."""
         if in_backward():
             return
         if self.begun is not Begun.TASK:
             self._note_lost()
             self._begin(Begun.FORWARD)
-        elif self.added:  # the task adds the losses of each forward by itself
+        elif self.added:  # The task adds the losses of each forward by itself.
             self._begin(Begun.TASK)
 
     def begin_task(self) -> None:
@@ -137,6 +151,7 @@ class RecordingRouter(Router):
         self._begin(Begun.TASK)
 
     def _note_lost(self) -> None:
+        """Count a forward whose losses are dropped."""
         if self.has_pending_losses():
             self.totals.lost += 1
 
@@ -145,30 +160,41 @@ class RecordingRouter(Router):
         self.begun = Begun.FORWARD if self.records or self.added else Begun.NOTHING
 
     def waiting(self) -> list[RouterRecord]:
-        """Return the records that wait; none in eval mode, where losses of an earlier training forward are not due."""
+        """Return the records that wait.
+
+        There are none in eval mode, where losses of an earlier training forward are not due.
+        """
         are_repetitions = self.added and self.begun in (Begun.FORWARD, Begun.TASK)
         return self.records if self.training and not are_repetitions else []
 
     def take(self) -> list[RouterRecord]:
-        """Return the records that wait and clear the list: their losses are added now."""
+        """Return the records that wait, whose losses are added now, and clear the list."""
         if not self.training:
             return []
-        records, self.records = self.waiting(), []
+        records = self.waiting()
+        self.records = []
         self.added = self.added or len(records) > 0
         if self.begun is Begun.OVERDUE:
             self.begun = Begun.NOTHING
         return records
 
     def has_pending_losses(self) -> bool:
+        """Tell if losses with a gradient wait."""
         return any(map(_has_gradient, self.waiting()))
 
     def end_step(self) -> None:
-        """Clear the state as an optimizer that trains this router steps; the caller has looked for pending losses."""
+        """Clear the state as an optimizer that trains this router steps.
+
+        The caller has looked for pending losses.
+        """
         self._begin(Begun.NOTHING)
         self.totals.lost = 0
 
     def end_other_step(self) -> None:
-        """Drop records that no forward began and that wait at two steps of other optimizers: nobody adds them."""
+        """Drop, with a warning, records that nobody seems to add.
+
+        They are those that no forward began and that wait at two steps of other optimizers.
+        """
         if self.begun is Begun.NOTHING and self.has_pending_losses():
             self.begun = Begun.OVERDUE
         elif self.begun is Begun.OVERDUE and self.has_pending_losses():
@@ -185,11 +211,15 @@ class RecordingRouter(Router):
         """Tell if this is training, with gradients.
 
         Raises:
-            RuntimeError: in training, where the losses would be lost: in a trace or export, under
-                nn.DataParallel.
+            RuntimeError: if this is training and its losses would be lost.
         """
         if not self.training:
             return False
+        self._check_can_record()
+        return torch.is_grad_enabled()
+
+    def _check_can_record(self) -> None:
+        """Raise RuntimeError in a trace or export, and under nn.DataParallel."""
         mode = current_mode()
         if mode.is_plain:
             raise RuntimeError(
@@ -204,7 +234,6 @@ class RecordingRouter(Router):
                 "nn.DataParallel would lose the routers' losses: train with "
                 "DistributedDataParallel."
             )
-        return torch.is_grad_enabled()
 
     def record(
         self, losses: dict[str, Tensor], load_GE: Tensor, capacity: int | None, gates: Tensor
@@ -222,7 +251,8 @@ class RecordingRouter(Router):
             RuntimeError: if backward repeats a forward that ran without gradients, so that nothing
                 was recorded.
         """
-        # Leave out the record alone: checkpointing expects the same operators again.
+        # In a repetition only the record is left out, not the losses, since checkpointing expects
+        # the same operators again.
         if in_backward():
             if (losses or self.balancing_bias is not None) and not (self.records or self.added):
                 raise RuntimeError(
@@ -230,12 +260,12 @@ class RecordingRouter(Router):
                     "use_reentrant=False."
                 )
             return
-        # Not frozen.
+        # A frozen router keeps its bias.
         if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):
             self.balancing_bias.count(load_GE.sum(0))
-        # Compiled code must not look: with other values it would be compiled to another graph, and
-        # checkpointing fails. It cannot ask whether backward is running, either, so its repetitions
-        # are ignored by `waiting`.
+        # Compiled code does not look at the state: with other values it would be compiled to
+        # another graph, and checkpointing fails. It cannot tell a repetition in backward from a
+        # forward either, so `waiting` ignores its repetitions.
         if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
             # A part of the model is called by itself after the losses of a forward were added.
             self._begin(Begun.TASK if self.begun is Begun.TASK else Begun.NOTHING)
@@ -247,10 +277,11 @@ class RecordingRouter(Router):
             capacity=capacity,
             gate_sum=None if losses else gates.detach().sum(),
         )
-        # Without losses to add, nobody may ever come for the records, so they must not pile up.
+        # Records without losses may never be taken, so only the last one is kept.
         self.records = [*self.records, record] if _has_gradient(record) else [record]
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy or a pickle must hold no graph
+    # A copy or a pickle must hold no graph.
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "records": [], "totals": RouterTotals()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -259,11 +290,15 @@ class RecordingRouter(Router):
 
 
 def _has_gradient(record: RouterRecord) -> bool:
+    """Tell if a record has a loss that trains a parameter."""
     return record.weighted_loss is not None and record.weighted_loss.requires_grad
 
 
 def begin_forward(module: nn.Module, *args: Any) -> None:
-    """Announce a training forward of a model to its routers, even to some in eval mode; a forward pre-hook."""
+    """Announce a training forward of a model to its routers, even to some in eval mode.
+
+    This is a forward pre-hook of the model.
+    """
     is_training = module.training and torch.is_grad_enabled()
     for router in find(RecordingRouter, module):
         if router.is_recording() or is_training:

@@ -9,13 +9,17 @@ from torch import Tensor, nn
 
 
 def linear_logits(x: Tensor, weight_ED: Tensor) -> Tensor:
-    """Product of rows (..., D) with a router's weights, (..., E), in float32 at least."""
+    """Multiply rows (..., D) by a router's weights, to (..., E), in float32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return nn.functional.linear(x.to(dtype), weight_ED.to(dtype))
 
 
 def generator_device(device: torch.device) -> torch.device:
-    """Device that draws for another: gradient checkpointing does not restore the generator of MPS (torch 2.15)."""
+    """Return the device that draws random numbers for another.
+
+    For MPS it is the CPU, since gradient checkpointing does not restore the generator of MPS (torch
+    2.15).
+    """
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -26,10 +30,13 @@ def with_noise(logits: Tensor, noise_std: float) -> Tensor:
 
 
 class Router(nn.Module):
-    """Maps rows x of shape (..., D) to a :class:`Routing` over E experts; subclasses write ``forward``.
+    """Base class of routers, which map rows x, (..., D), to a :class:`Routing` over E experts.
 
-    The answers of this class are one expert for each row, rows that are routed one by one by their
-    contents, and no capacities.
+    Subclasses write ``forward``. The answers of this class are for a router that sends each row to
+    one expert, by the row's contents alone, and has no capacities.
+
+    Args:
+        num_experts: E.
 
     Attributes:
         routing_unit: ``"token"``, or ``"image"`` if all rows of an entry of the batch are routed
@@ -49,22 +56,28 @@ class Router(nn.Module):
         self.num_experts = num_experts
 
     def experts_of_row(self) -> int:
-        """Number of experts that a row goes to."""
+        """Return the number of experts that a row goes to."""
         return 1
 
     def copies(self) -> int:
-        """Number of times that the batch holds each image in a row, for the members of an ensemble."""
+        """Return how often the batch holds each image in a row, for the members of an ensemble."""
         return 1
 
     def routing_degree(self) -> int:
-        """Number of sets of experts that a row, or an image that is routed as a whole, can go to (ViMoE, 4.2)."""
+        """Return the number of sets of experts that a routed unit can go to (ViMoE, section 4.2).
+
+        The unit is a row, or an image that is routed as a whole.
+        """
         return math.comb(self.num_experts, self.experts_of_row())
 
     def probabilities(self, x: Tensor) -> Tensor | None:
-        """(T, ...) router's softmax without noise for each row of x, (B, ..., D); None if it has no probabilities."""
+        """Return the softmax without noise, (T, ...), for the T rows of x, (B, ..., D).
+
+        It is None for a router without probabilities.
+        """
         return None
 
     @contextmanager
     def dropping_nothing(self) -> Iterator[None]:
-        """Drop no choice in eval mode, in the block."""
+        """Within the block, drop no choice in eval mode."""
         yield

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Records that are kept at most before they are summed, and so training forwards between two looks
-#: for NaN in logits: the log interval of timm's train.py.
+#: Largest number of records that are kept before they are summed. It is also the number of training
+#: forwards between two searches for NaN in logits, and the log interval of timm's train.py.
 KEPT = 50
 
 
@@ -34,7 +34,10 @@ class RoutingSummary:
 
 
 class ForwardStatistics(NamedTuple):
-    """Numbers of one training forward, as a :class:`timm_moe.layers.RouterRecord` has them, without its graph."""
+    """Numbers of one training forward, from a :class:`timm_moe.layers.RouterRecord`.
+
+    They hold no graph.
+    """
 
     losses: dict[str, Tensor]
     load_GE: Tensor
@@ -43,10 +46,10 @@ class ForwardStatistics(NamedTuple):
 
 
 class RouterTotals:
-    """Sums over the training forwards of one router, on its device; reading them waits for the device.
+    """Sums over the training forwards of one router, on its device.
 
-    Records are kept, and summed when there are :data:`KEPT` of them or someone asks, so that a
-    forward costs no sum.
+    Reading them waits for the device. Records are kept, and summed when there are :data:`KEPT` of
+    them or someone asks for a sum, so that a forward needs no sum.
 
     Attributes:
         forwards: records since the sums began.
@@ -65,7 +68,7 @@ class RouterTotals:
         self.losses: dict[str, Tensor] = {}
         self.load: Tensor | int = 0
         self.dropped: Tensor | int = 0
-        self._not_finite: Tensor | int = 0  # since the last look
+        self._not_finite: Tensor | int = 0  # since the last call of not_finite
         self._kept: list[ForwardStatistics] = []
 
     def add(self, forward: ForwardStatistics) -> None:
@@ -78,7 +81,9 @@ class RouterTotals:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        kept, self._kept = self._kept, []
+        """Add the kept records to the sums."""
+        kept = self._kept
+        self._kept = []
         if not kept:
             return
         for name in kept[0].losses:
@@ -96,7 +101,7 @@ class RouterTotals:
         self._not_finite = self._not_finite + (~numbers.isfinite().all(1)).sum()
 
     def summary(self) -> RoutingSummary:
-        """Means over the forwards, of which there is at least one."""
+        """Return the means over the forwards, of which there is at least one."""
         self._sum_up()
         load = torch.as_tensor(self.load).cpu().double()  # MPS has no float64
         choices = max(load.sum().item(), 1.0)
@@ -107,7 +112,11 @@ class RouterTotals:
         )
 
     def not_finite(self) -> tuple[int, int]:
-        """Forwards with NaN or Inf in the logits, and all forwards, since the last call at most :data:`KEPT` before."""
+        """Return the number of forwards with NaN or Inf in the logits, and of all forwards.
+
+        Both count from the last call, which was at most :data:`KEPT` forwards before.
+        """
         self._sum_up()
-        bad, self._not_finite = int(self._not_finite), 0
+        bad = int(self._not_finite)
+        self._not_finite = 0
         return bad, self.forwards % KEPT or KEPT

@@ -51,16 +51,17 @@ GATE_MODES = ("prob", "one", "renorm")
 
 
 class RandomPartition(Router):
-    """Random uniform partition of all rows over the experts, a new one in each call (EWA, section 3.1, eqs. 4-5).
+    """Random uniform partition of all rows over the experts (EWA, section 3.1, eqs. 4-5).
 
-    If E does not divide T, the first ``T % E`` experts get one row more. Gradient checkpointing has
-    to restore the state of torch's generator (``preserve_rng_state=True``, its default), or the
-    gradients are wrong.
+    Each call draws a new partition. If E does not divide T, the first ``T % E`` experts get one row
+    more. Gradient checkpointing has to restore the state of torch's generator
+    (``preserve_rng_state=True``, its default), or the gradients are wrong.
     """
 
     depends_on_input = False
 
     def forward(self, x: Tensor) -> Routing:
+        """Partition the rows of x of shape (..., D)."""
         rows, mode = math.prod(x.shape[:-1]), current_mode()
         row_T = torch.randperm(rows, device=generator_device(x.device)).to(x.device)
         # Before torch 2.14 inductor fails where a permutation picks rows (#158457).
@@ -70,31 +71,32 @@ class RandomPartition(Router):
 
 
 class TopKRouter(RecordingRouter):
-    """Sends each row to the K experts of largest gate (V-MoE, arXiv 2106.05974, section 2; with K = 1, Switch).
+    """Router of each row to the K experts of largest gate (V-MoE, arXiv 2106.05974, section 2).
 
-    The gate is the softmax over all experts, taken before the choice, or the sigmoid of the logit.
-    Logits, gates and losses are computed in float32 at least, under autocast too.
+    With K = 1 it is the router of Switch Transformers (arXiv 2101.03961). The gate is the softmax
+    over all experts, taken before the choice, or the sigmoid of the logit. Logits, gates and losses
+    are computed in float32 at least, under autocast too.
 
     Args:
         dim: D.
         num_experts: E.
-        top_k: K, experts of each row.
+        top_k: K, the number of experts of each row.
         noise_std: in training, normal noise of standard deviation ``noise_std / E`` is added to the
             logits.
         capacity_factor: in training, an expert takes ``ceil(S * K * capacity_factor / E)`` choices
-            of a group, and further ones are dropped; None to drop nothing.
+            of a group, and further choices are dropped; None to drop nothing.
         eval_capacity_factor: the same in eval mode.
-        capacity_multiple: the capacity is rounded up to a multiple of this.
-        capacity_rounding: ``"ceil"``, ``"round"`` or ``"floor"``, before that.
+        capacity_multiple: the rounded capacity is rounded up to a multiple of this.
+        capacity_rounding: first rounding of the capacity: ``"ceil"``, ``"round"`` or ``"floor"``.
         batch_priority: rows with a larger first gate queue first, instead of in their order.
-        group_images: entries of the batch that share queues, capacities and losses; by default all.
-            In eval mode a batch that they do not divide is one group.
+        group_images: number of entries of the batch that share queues, capacities and losses; by
+            default all. In eval mode a batch that this number does not divide is one group.
         loss_weights: weight of each of the losses ``"importance"``, ``"load"``, ``"balance"`` (of
             first choices), ``"balance_top_k"`` (of all choices), ``"local_entropy"``,
-            ``"global_entropy"`` and ``"z"``, 0 if not given.
-        gate_mode: factor of a chosen expert's output: ``"prob"``, its gate; ``"one"``, so that the
-            router learns from its losses alone; ``"renorm"``, its gate divided by the sum of the
-            chosen experts' gates.
+            ``"global_entropy"`` and ``"z"``. The weight of others is 0.
+        gate_mode: factor of a chosen expert's output. ``"prob"``: its gate. ``"one"``: one, so that
+            the router learns from its losses alone. ``"renorm"``: its gate divided by the sum of
+            the chosen experts' gates.
         score: ``"softmax"``, or ``"sigmoid"``, by which experts do not compete (DeepSeek-V3, arXiv
             2412.19437).
         route_scale: factor of all gates.
@@ -179,20 +181,26 @@ class TopKRouter(RecordingRouter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small normal weights (as timm's linear layers); zeros would leave the choice to the order of the experts."""
+        """Draw small normal weights, as in timm's linear layers.
+
+        With zeros the order of the experts would decide the choice.
+        """
         nn.init.trunc_normal_(self.weight, std=0.02)
         if self.balancing_bias is not None:
             self.balancing_bias.steps.zero_()
 
     @property
     def needs_whole_images(self) -> bool:  # type: ignore[override]
+        """Whether groups count images, so that no padding can be left out."""
         return self.group_images is not None
 
     def experts_of_row(self) -> int:
+        """Return K."""
         return self.top_k
 
     @contextmanager
     def dropping_nothing(self) -> Iterator[None]:
+        """Within the block, drop no choice in eval mode."""
         factor, self.eval_capacity_factor = self.eval_capacity_factor, None
         try:
             yield
@@ -233,21 +241,23 @@ class TopKRouter(RecordingRouter):
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter
+        """Return the gates without noise, divided by their sum, (T, E), for rows (B, ..., D)."""
         return self._shares(
             self._gates(self._logits(x.reshape(1, x.shape[0], -1, x.shape[-1])))
         ).flatten(0, 2)
 
     def _gates(self, logits: Tensor) -> Tensor:
+        """Return the gates (..., E) of logits (..., E)."""
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
     def _shares(self, gate: Tensor) -> Tensor:
-        """The gates divided by their sum, as losses and reports need them."""
+        """Divide gates (..., E) by their sum, as losses and reports need them."""
         return (
             gate if self.score == "softmax" else gate / gate.sum(-1, keepdim=True).clamp(min=1e-20)
         )
 
     def _factors(self, chosen_GSK: Tensor) -> Tensor:
-        """The factors of the outputs of the chosen experts, from their gates."""
+        """Return the factors of the chosen experts' outputs, from their gates."""
         if self.gate_mode == "one":
             chosen_GSK = torch.ones_like(chosen_GSK)
         elif self.gate_mode == "renorm":
@@ -255,28 +265,31 @@ class TopKRouter(RecordingRouter):
         return chosen_GSK if self.route_scale == 1 else chosen_GSK * self.route_scale
 
     def _groups(self, batch: int) -> int:
+        """Return G for a batch of this many entries."""
         return max(1, batch // max(1, images_of_group(batch, self.group_images, self.training)))
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
-        """(G, B, N, E) logits of the experts among which a row chooses."""
+        """Return the logits, (G, B, N, E), of the experts among which a row chooses."""
         return linear_logits(x_GBND, self.weight)
 
     def _experts(self, choice_GBNK: Tensor) -> Tensor:
-        """The chosen experts, numbered among all experts."""
+        """Return the chosen experts, numbered among all experts."""
         return choice_GBNK
 
     def _loss_groups(self, x_GBN: Tensor) -> Tensor:
-        """The groups over which losses are computed: (G, B, N, ...) -> (G, S, ...)."""
+        """Arrange rows by the groups of the losses: (G, B, N, ...) -> (G, S, ...)."""
         return x_GBN.flatten(1, 2)
 
     def _loss_loads(self, load_GE: Tensor) -> Tensor:
-        """The loads of these groups, of the experts among which their rows choose."""
+        """Return the loads of these groups, of the experts among which their rows choose."""
         return load_GE
 
     def _capacity(self, rows: int) -> int | None:
+        """Return the number of choices of a group of rows that an expert takes; None for all."""
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        # A row chooses an expert at most once, so that a factor of E drops nothing.
         if factor is None or factor >= self.num_experts or rows == 0:
-            return None  # a row chooses an expert at most once
+            return None
         choices, rounding = rows * self.top_k, self.capacity_rounding
         most = rows * self.part_size // self.num_experts  # rows that may choose one expert
         return expert_capacity(
@@ -291,18 +304,19 @@ class TopKRouter(RecordingRouter):
         choice_GBNK: Tensor,
         queues: Queues,
     ) -> dict[str, Tensor]:
-        """Mean over the groups of each loss that has a weight; zero for an empty batch."""
+        """Return the mean over the groups of each loss with a weight; zero for an empty batch."""
         if logits_GBNE.numel() == 0:
             return dict.fromkeys(self.loss_weights, logits_GBNE.sum())
         groups = self._loss_groups
         std = self.noise_std / self.part_size
 
         def exact_GSE() -> Tensor:
-            """The gates without noise."""
+            """Return the gates without noise."""
             gate = gate_GBNE if noisy_GBNE is logits_GBNE else self._gates(logits_GBNE)
             return self._shares(groups(gate))
 
         def balance(load_GE: Tensor, choices: int) -> Tensor:
+            """Return the balance loss of this many choices of a row."""
             return balance_loss(self._shares(groups(gate_GBNE)), self._loss_loads(load_GE), choices)
 
         losses = {
@@ -319,20 +333,26 @@ class TopKRouter(RecordingRouter):
         return {name: _mean(losses[name]()) for name in self.loss_weights}
 
     def extra_repr(self) -> str:
+        """Return the options that printing the module shows."""
         options = [f"{name}={value}" for name in SHOWN if (value := getattr(self, name, None))]
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *options])
 
 
 class ImageRouter(TopKRouter):
-    """Sends all rows of an image to the K experts that its class token chooses (ViMoE, arXiv 2410.15732, section 3.1).
+    """Router of whole images, whose class token chooses (ViMoE, arXiv 2410.15732, section 3.1).
 
+    All rows of an image go to the K experts that its class token, the first row, chooses.
     Capacities, groups and losses count images.
     """
 
     routing_unit = "image"
 
     def forward(self, x: Tensor) -> Routing:
-        """Route the rows of x of shape (B, N, D) by the first row of each image; ValueError for another shape."""
+        """Route the rows of x of shape (B, N, D) by the first row of each image.
+
+        Raises:
+            ValueError: if x has another shape, and as :meth:`TopKRouter.forward`.
+        """
         if x.ndim != 3:
             raise ValueError(
                 "Image-level routing needs tokens of shape (B, N, D), the first the class token, "
@@ -341,14 +361,21 @@ class ImageRouter(TopKRouter):
         return super().forward(x[:, 0]).for_all_rows(x.shape[1])
 
     def probabilities(self, x: Tensor) -> Tensor:
+        """Return for each row of x, (B, N, D), the gates of its image's class token, (T, E)."""
         return super().probabilities(x[:, :1]).repeat_interleave(x.shape[1], 0)
 
 
 class TiledRouter(TopKRouter):
-    """Base of the routers of a batch that holds each image M times in a row, once for each member of an ensemble.
+    """Base of the routers of a batch that holds each image M times in a row.
 
-    Arguments as :class:`TopKRouter` and ``ensemble_size``, M; ``group_images`` counts images, each
-    with its M entries.
+    There is one copy for each member of an ensemble.
+
+    Args:
+        dim: D.
+        num_experts: E.
+        top_k: K.
+        ensemble_size: M.
+        options: as :class:`TopKRouter`; ``group_images`` counts images, each with its M entries.
     """
 
     needs_whole_images = True
@@ -361,9 +388,11 @@ class TiledRouter(TopKRouter):
         self.ensemble_size = ensemble_size
 
     def copies(self) -> int:
+        """Return M."""
         return self.ensemble_size
 
     def routing_degree(self) -> int:
+        """Return the number of sets of experts that the copies of a row can go to together."""
         return math.comb(self.part_size, self.top_k) ** self.ensemble_size
 
     def _groups(self, batch: int) -> int:
@@ -371,10 +400,10 @@ class TiledRouter(TopKRouter):
 
 
 class TilingRouter(TiledRouter):
-    """Lets every member choose among all experts, the ablation "only tiling" (pBE, arXiv 2110.03360, table 3).
+    """Router whose members all choose among all experts (pBE, arXiv 2110.03360, table 3).
 
-    Members differ only by the noise on their logits, so there must be noise, and it is added in
-    eval mode too.
+    It is the ablation "only tiling". Members differ only by the noise on their logits, so there
+    must be noise, and it is added in eval mode too.
     """
 
     noisy_in_eval = True
@@ -388,12 +417,21 @@ class TilingRouter(TiledRouter):
 
 
 class EnsembleRouter(TiledRouter):
-    """Gives each of the M members of an ensemble its own part of the experts (pBE, arXiv 2110.03360, section 4).
+    """Router whose M members have parts of the experts (pBE, arXiv 2110.03360, section 4).
 
     Member m chooses among experts m E/M to (m + 1) E/M - 1 as a separate router would: the softmax
     is over these experts, the noise has a standard deviation of ``noise_std * M / E``, the capacity
-    is for E/M experts and the rows of one member, and losses are means over the members. M must
-    divide E, and K must not exceed E/M.
+    is for E/M experts and the rows of one member, and losses are means over the members.
+
+    Args:
+        dim: D.
+        num_experts: E.
+        top_k: K, at most E/M.
+        ensemble_size: M, which divides E.
+        options: as :class:`TiledRouter`.
+
+    Raises:
+        ValueError: if M does not divide E, or K exceeds E/M, and as :class:`TopKRouter`.
     """
 
     def __init__(
@@ -413,11 +451,12 @@ class EnsembleRouter(TiledRouter):
         self.part_size = size
 
     def _by_member(self, x_GBN: Tensor) -> Tensor:
+        """Give the members a dimension of their own: (G, B, N, ...) -> (G, B / M, M, N, ...)."""
         return x_GBN.unflatten(1, (x_GBN.shape[1] // self.ensemble_size, self.ensemble_size))
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
-        # Computing all experts' logits and keeping a member's own costs less than sorting rows by
-        # member.
+        # All experts' logits are computed and a member's own kept, which costs less than sorting
+        # rows by member.
         logits_GBMNME = self._by_member(super()._logits(x_GBND)).unflatten(
             -1, (self.ensemble_size, -1)
         )
@@ -435,20 +474,27 @@ class EnsembleRouter(TiledRouter):
 
 
 class PartitionedRouter(EnsembleRouter):
-    """Sends each row to K experts of each of the M parts (pBE, section 4.2, "only partitioning")."""
+    """Router of each row to K experts of each of the M parts (pBE, section 4.2).
 
+    It is the ablation "only partitioning": each image is in the batch once.
+    """
+
+    # As for TopKRouter, and not for TiledRouter, since no image is repeated.
     needs_whole_images = TopKRouter.needs_whole_images
 
     def copies(self) -> int:
+        """Return 1, since no image is repeated."""
         return 1
 
     def probabilities(self, x: Tensor) -> None:
-        """None: a row chooses in each part."""
+        """Return None, since a row chooses in each part."""
 
     def experts_of_row(self) -> int:
+        """Return K M."""
         return self.top_k * self.ensemble_size
 
     def forward(self, x: Tensor) -> Routing:
+        """Route the rows of x of shape (B, ..., D), as if each image were there M times."""
         members, rows = self.ensemble_size, math.prod(x.shape[1:-1])
 
         def choices_of_row(per_member: Tensor | None) -> Any:
@@ -471,19 +517,20 @@ class PartitionedRouter(EnsembleRouter):
 
 
 class MultiHeadRouter(TopKRouter):
-    """Gives each of the K choices of a row a copy of the row (pBE, naive multi-head MoE, eq. 2).
+    """Router of each of a row's K copies to one of its choices (pBE, naive multi-head MoE, eq. 2).
 
-    The batch holds each image K times in a row; the k-th copy of a row goes to its k-th choice. The
-    first copy decides.
+    The batch holds each image K times in a row. The k-th copy of a row goes to the row's k-th
+    choice. The first copy decides.
     """
 
     needs_whole_images = True
 
     def copies(self) -> int:
+        """Return K."""
         return self.top_k
 
     def forward(self, x: Tensor) -> Routing:
-        """Route the rows of x of shape (B K, ..., D), the copies of an image one after the other."""
+        """Route the rows of x of shape (B K, ..., D), with the copies of an image in a row."""
         rows = math.prod(x.shape[1:-1])
 
         def choice_of_copy(per_row: Tensor | None) -> Any:
@@ -505,22 +552,24 @@ class MultiHeadRouter(TopKRouter):
 
 
 def _mean(of_groups: Tensor) -> Tensor:
+    """Return the mean () of a loss over the groups, (G,)."""
     return of_groups.squeeze(0) if of_groups.shape[0] == 1 else of_groups.mean()
 
 
 def _top_k(gate: Tensor, k: int, bias: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """Values and indices of the k largest entries of the last dimension; unlike topk, the first of equal ones.
+    """Return values and indices of the k largest entries of the last dimension.
 
-    The choice is by the values with the bias, whose values are returned without it.
+    Unlike torch's topk it takes the first of equal entries. With a bias the choice is by the biased
+    values, but the values are returned without the bias.
     """
     if k == 1 and bias is None:
         return gate.max(-1, keepdim=True)
     chosen: list[Tensor] = []
     rest = gate.detach() if bias is None else bias(gate.detach())
-    for number in range(k):  # ONNX has no stable sort
+    for number in range(k):  # This takes the place of a stable sort, which ONNX lacks.
         if number:
             rest = rest.scatter(-1, chosen[-1], -torch.inf)
         chosen.append(rest.argmax(-1, keepdim=True))
-    # All first choices first, as queues.
+    # All first choices come first in memory, as in the queues.
     indices = torch.stack([index.squeeze(-1) for index in chosen]).movedim(0, -1)
     return gate.gather(-1, indices), indices

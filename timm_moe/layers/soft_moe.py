@@ -1,7 +1,7 @@
-"""Soft MoE (arXiv 2308.00951): each expert computes mixtures of an image's tokens, so nothing is chosen or dropped.
+"""Soft MoE (arXiv 2308.00951): each expert computes mixtures of an image's tokens.
 
-Shape suffixes: B images, N tokens of an image, D width, E experts, P slots of an expert, S slots of
-all experts.
+Nothing is chosen or dropped. Shape suffixes: B images, N tokens of an image, D width, E experts, P
+slots of an expert, S slots of all experts.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from .router import Router
 
 
 class SoftRouter(Router):
-    """Weights that mix an image's tokens into slots, and the experts' outputs back into tokens (section 2.1).
+    """Weights that mix tokens into slots, and slots into tokens (section 2.1).
 
     The logit of a token and a slot is the cosine of the token and the slot's parameters, times a
     learned scale (section 2.3). It is computed in float32 at least, under autocast too.
@@ -35,7 +35,7 @@ class SoftRouter(Router):
         ValueError: if ``slots_per_expert`` is below 1.
     """
 
-    depends_on_input = False  # no token is routed
+    depends_on_input = False  # Tokens are not routed, so there are no routes of classes.
     needs_whole_images = True
 
     def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1):
@@ -47,17 +47,22 @@ class SoftRouter(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw from the truncated normal distribution of V-MoE's code, whose variance is 1 / (E D)."""
-        # Of a normal cut at two deviations.
+        """Draw from the truncated normal distribution of V-MoE's code, of variance 1 / (E D)."""
+        # The number is the standard deviation of a normal one that is cut at two deviations.
         std = (self.num_experts * self.slots.shape[2]) ** -0.5 / 0.87962566
         nn.init.trunc_normal_(self.slots, std=std, a=-2 * std, b=2 * std)
         nn.init.ones_(self.scale)
 
     def experts_of_row(self) -> int:
+        """Return E, since a token is part of all slots."""
         return self.num_experts
 
     def forward(self, x_BND: Tensor, padding_BN: Tensor | None = None) -> Any:
         """Compute the weights of the tokens in each slot and of the slots in each token's output.
+
+        Args:
+            x_BND: the tokens.
+            padding_BN: boolean, true for padding.
 
         Returns:
             Two tensors (B, N, S), S = E P: the first adds up to 1 over the tokens that are no
@@ -69,16 +74,18 @@ class SoftRouter(Router):
             logits_BNS = nn.functional.linear(_unit(x_BND.to(dtype)), slot_SD)
             masked_BNS = logits_BNS
             if padding_BN is not None:
-                # Not -inf, which makes NaN of an image that is padding alone.
+                # With -inf an image that is padding alone would give NaN.
                 least = torch.finfo(dtype).min
                 masked_BNS = logits_BNS.masked_fill(padding_BN.unsqueeze(2), least)
             return masked_BNS.softmax(1), logits_BNS.softmax(2)
 
     def extra_repr(self) -> str:
+        """Return the options that printing the module shows."""
         return f"num_experts={self.num_experts}, slots_per_expert={self.slots_per_expert}"
 
 
 def _unit(x: Tensor) -> Tensor:
+    """Scale rows (..., D) to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -105,9 +112,11 @@ class SoftMoeMlp(MoeMlp):
             raise ValueError(
                 f"Soft MoE needs the tokens of images, (B, ..., D), got a tensor {tuple(x.shape)}."
             )
-        padding, self.padding = self.padding, None
+        padding = self.padding
+        self.padding = None
         if padding is not None:
             padding = padding.flatten(1) if padding.shape == x.shape[:-1] else None
+
         x_BND = x.flatten(1, -2)
         dispatch_BNS, combine_BNS = self.router(x_BND, padding)
         x_BSD = dispatch_BNS.transpose(1, 2).to(x.dtype) @ x_BND
@@ -120,8 +129,12 @@ class SoftMoeMlp(MoeMlp):
         return y_BND.unflatten(1, x.shape[1:-1])
 
     def _run_slots(self, x_ECD: Tensor) -> Tensor:
-        """Apply each expert to its C rows: as runs to other processes, and on a CPU, where that is faster."""
-        (experts, rows, _), mode = x_ECD.shape, current_mode()
+        """Apply each expert to its C rows, (E, C, D) -> (E, C, width of the outputs).
+
+        The rows are runs for a dispatcher to other processes, and on a CPU, where that is faster.
+        """
+        experts, rows, _ = x_ECD.shape
+        mode = current_mode()
         x_ND = x_ECD.flatten(0, 1)
         has_runs = x_ECD.is_cpu and self.is_grouped and mode in (Mode.EAGER, Mode.COMPILED)
         if self.dispatcher is None and not has_runs:

@@ -1,7 +1,7 @@
 """The registered models: importing this package makes them known to timm's factory.
 
-Modules beside the Vision Transformers need more of timm. One whose models the installed timm lacks
-is left out.
+``small_data`` and ``swin_moe`` need more of timm than the other modules. If the installed timm
+lacks what one of them needs, its models are left out, with a warning.
 """
 
 import warnings

@@ -1,4 +1,7 @@
-"""Ensembles inside one Vision Transformer: pBE (arXiv 2110.03360), published as E³, and its ablations in V-MoE."""
+"""Ensembles inside one Vision Transformer: pBE (arXiv 2110.03360) and its ablations.
+
+The paper was published with the name E³ for the method.
+"""
 
 from typing import Any
 
@@ -15,13 +18,13 @@ __all__ = ["EnsembleVisionTransformer"]  # timm adds the entrypoints
 
 
 def as_one_classifier(logits: Tensor) -> Tensor:
-    """Turn logits (B, M, C) into the log of the members' mean probabilities (B, C), in at least float32.
+    """Turn logits (B, M, C) into the log of the members' mean probabilities, (B, C).
 
-    A narrower type would round different probabilities to the same, and so change predictions.
+    The result is in float32 at least. A narrower type would round different probabilities to the
+    same number, and so change predictions.
     """
-    return ensemble_log_probabilities(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    )
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return ensemble_log_probabilities(logits.to(precise).log_softmax(-1))
 
 
 class MembersMixin(VisionTransformer):
@@ -45,20 +48,25 @@ class MembersMixin(VisionTransformer):
     parting_block: int
 
     def part_at(self, block: int, ensemble_size: int) -> None:
-        """Let members part at the input of this block."""
+        """Let M members part at the input of this block, by hooks that repeat the images there."""
         self.ensemble_size = ensemble_size
         self.parting_block = block
         self._tiling = tile([*self.blocks][block:], ensemble_size)
 
     def forward_members(self, x: Tensor) -> Tensor:
-        """Compute the logits (B, M, C) of each member for images x of shape (B, channels, height, width)."""
+        """Compute the logits (B, M, C) of all members for images (B, channels, height, width)."""
         return self._members(super().forward_head(self.forward_features(x)))
 
     def forward_member_features(self, x: Tensor) -> Tensor:
-        """Compute the features (B, M, D) of each member before the classifier."""
+        """Compute the features (B, M, D) of all members before the classifier, for such images."""
         return self._members(super().forward_head(self.forward_features(x), pre_logits=True))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Map features (B M, N, D) to outputs as the class describes them.
+
+        With ``pre_logits`` these are features before the classifier: in eval mode the members'
+        mean (B, D), in training all of them, (B, M, D).
+        """
         members = self._members(super().forward_head(x, pre_logits))
         if self.training:
             return members
@@ -66,7 +74,8 @@ class MembersMixin(VisionTransformer):
             return members.mean(1)
         return as_one_classifier(members)
 
-    def forward_intermediates(  # type: ignore[override]  # the rest, which differs between versions, is handed on
+    # Other arguments of timm's method differ between its versions and are handed on.
+    def forward_intermediates(  # type: ignore[override]
         self,
         x: Tensor,
         indices: Any = None,
@@ -75,55 +84,64 @@ class MembersMixin(VisionTransformer):
         output_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Return timm's features: each intermediate one is the members' mean, the final one holds all (B M, N, D)."""
+        """Return features as timm's ViT does.
+
+        Each intermediate feature is the mean over the members. The final one holds all members,
+        (B M, N, D).
+
+        Raises:
+            ValueError: if ``output_fmt`` is neither ``"NCHW"`` nor ``"NLC"``.
+        """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}.")
         result: Any = super().forward_intermediates(
             x, indices, output_fmt="NLC", output_dict=True, **kwargs
         )
-        if (
-            "image_features" in result
-            and len(result["image_features"]) < len(x) * self.ensemble_size
-        ):
-            # timm stopped before the members part
-            result["image_features"] = result["image_features"].repeat_interleave(
-                self.ensemble_size, 0
-            )
+        final = result.get("image_features")
+        if final is not None and len(final) < len(x) * self.ensemble_size:
+            # timm stopped before the block at which the members part.
+            result["image_features"] = final.repeat_interleave(self.ensemble_size, 0)
         for name in {"image_intermediates", "image_intermediates_prefix"} & result.keys():
             result[name] = [
                 feature.unflatten(0, (x.shape[0], -1)).mean(1) for feature in result[name]
             ]
-        features = result["image_intermediates"]
         if output_fmt == "NCHW":
             size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
-            result["image_intermediates"] = features = [
-                part.mT.unflatten(2, size).contiguous() for part in features
+            result["image_intermediates"] = [
+                feature.mT.unflatten(2, size).contiguous()
+                for feature in result["image_intermediates"]
             ]
         if output_dict:
             return result
+
+        features = result["image_intermediates"]
         if "image_intermediates_prefix" in result:
             features = list(zip(features, result["image_intermediates_prefix"], strict=True))
         return (result["image_features"], features) if "image_features" in result else features
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Prune blocks as timm does; if the members never part, there is one member."""
         kept = super().prune_intermediate_layers(*args, **kwargs)
         if len(self.blocks) <= self.parting_block:
             self.ensemble_size = 1
         return kept
 
     def _members(self, x: Tensor) -> Tensor:
+        """Give the members a dimension of their own: (B M, ...) -> (B, M, ...)."""
         return x.unflatten(0, (x.shape[0] // self.ensemble_size, self.ensemble_size))
 
 
 class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
     """A V-MoE with M members, which part at the first expert block (pBE, section 4).
 
-    Outputs: see :class:`MembersMixin`; other arguments: see :class:`MoeVisionTransformer`.
+    Its outputs are those of :class:`MembersMixin`.
 
     Args:
+        args: as :class:`MoeVisionTransformer`.
         ensemble_size: M.
         ensemble: kind of ensemble that repeats images, see :func:`timm_moe.convert_to_moe`; with
             ``"multi_head"`` the members part at the last expert block.
+        kwargs: as :class:`MoeVisionTransformer`.
     """
 
     def __init__(self, *args: Any, ensemble_size: int = 2, ensemble: str = "pbe", **kwargs: Any):
@@ -132,30 +150,30 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
         self.part_at(blocks[-1 if ensemble == "multi_head" else 0], ensemble_size)
 
     def restore_stock_class(self) -> None:
+        """Turn into timm's ViT: no image is repeated any more."""
         for handle in self._tiling:
             handle.remove()
         del self._tiling, self.ensemble_size, self.parting_block
         super().restore_stock_class()
 
 
-#: pBE in fine-tuning (section 4.2, table 5): 2 members with 16 experts each, a token of each goes
-#: to 1.
-_PBE = {
-    **VMOE,
-    **dict(
-        ensemble_size=2, top_k=1, capacity_factor=1.5, eval_capacity_factor=8.0, expert_dropout=0.1
-    ),
-}
+#: pBE in fine-tuning (section 4.2, table 5): there are 2 members with 16 experts each, and each
+#: token of a member goes to 1 of them.
+_PBE = VMOE | dict(
+    ensemble_size=2,
+    top_k=1,
+    capacity_factor=1.5,
+    eval_capacity_factor=8.0,
+    expert_dropout=0.1,
+)
 _VARIANTS = vmoe_variants("vmoe_pbe", "pBE in V-MoE", _PBE)
 
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    # Partitioning divides the tokens of one ordinary model.
-    model_class = (
-        MoeVisionTransformer
-        if kwargs.get("ensemble") == "partitioning"
-        else EnsembleVisionTransformer
-    )
+    """Build a variant; ``kwargs`` are the caller's."""
+    # With "partitioning" no image is repeated, so that an ordinary V-MoE does.
+    is_partitioned = kwargs.get("ensemble") == "partitioning"
+    model_class = MoeVisionTransformer if is_partitioned else EnsembleVisionTransformer
     return create_moe_vit(model_class, name, variant, pretrained, kwargs)
 
 

@@ -1,8 +1,8 @@
-"""Shifted patches (SPT) and locality self-attention (LSA), which help transformers learn from small data sets.
+"""Shifted patches (SPT) and locality self-attention (LSA).
 
-Both come from "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492); details follow the
-authors' code. Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D
-width.
+Both help transformers learn from small data sets and come from "Vision Transformer for Small-Size
+Datasets" (arXiv 2112.13492); details follow the authors' code. Shape suffixes: B images, C
+channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
 
 from typing import Any
@@ -55,11 +55,17 @@ class ShiftedPatches(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the projection's weight, (D, 5 C patch_size^2): timm expects a convolution here and reads it."""
+        """Return the projection's weight, (D, 5 C patch_size^2).
+
+        timm expects a convolution in this place and reads its weight.
+        """
         return self.linear.weight
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Map images (B, C, H, W) to tokens (B, D, H / patch_size, W / patch_size), sides rounded up."""
+        """Map images (B, C, H, W) to tokens (B, D, H / patch_size, W / patch_size).
+
+        Sides are rounded up.
+        """
         height, width = x_BCHW.shape[2:]
         x_BCHW = pad(x_BCHW, (0, -width % self.patch_size, 0, -height % self.patch_size))
         patches = pixel_unshuffle(shifted(x_BCHW, self.patch_size // 2), self.patch_size)
@@ -67,11 +73,13 @@ class ShiftedPatches(nn.Module):
 
 
 def shifted(x_BCHW: Tensor, shift: int) -> Tensor:
-    """Stack the input and four copies, shifted diagonally by ``shift`` pixels and padded with zeros: (B, 5 C, H, W)."""
+    """Stack images with four copies that are shifted diagonally by ``shift`` pixels.
+
+    The copies are padded with zeros. The result has the shape (B, 5 C, H, W).
+    """
     diagonals = ((shift, shift), (-shift, shift), (shift, -shift), (-shift, -shift))
-    return torch.cat(
-        [x_BCHW, *(pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals)], 1
-    )
+    copies = [pad(x_BCHW, (right, -right, down, -down)) for right, down in diagonals]
+    return torch.cat([x_BCHW, *copies], 1)
 
 
 class ShiftedPatchEmbed(PatchEmbed):
@@ -99,6 +107,7 @@ class ShiftedPatchMerging(nn.Module):
         self.patches = ShiftedPatches(dim, out_dim, 2, **like)
 
     def forward(self, x_BHWD: Tensor) -> Tensor:
+        """Merge each 2 x 2 tokens to one; sides are rounded up."""
         return self.patches(x_BHWD.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
@@ -115,11 +124,12 @@ class ShiftedPooling(nn.Module):
         self.fc = nn.Linear(dim, out_dim, **like)
 
     def forward(self, x_BDHW: Tensor, cls_token_BND: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge each 2 x 2 tokens to one, and project class tokens to the new width."""
         return self.patches(x_BDHW), self.fc(cls_token_BND)
 
 
 class _Locality(nn.Module):
-    """Adds LSA's learned scale to an attention of timm, which multiplies its queries by ``scale``."""
+    """LSA's learned scale for an attention of timm, which multiplies its queries by ``scale``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -128,24 +138,23 @@ class _Locality(nn.Module):
         # The authors learn the inverse of the temperature and decay it. timm's optimizers decay it
         # too, as it has more than one dimension.
         self.scale = nn.Parameter(initial)
-        self.fused_attn = False  # it has a scale of its own
+        self.fused_attn = False  # Fused attention has a scale of its own.
 
 
-class LocalityAttention(_Locality, Attention):  # type: ignore[misc]  # fused_attn is final, to TorchScript
-    """timm's Attention in which no token attends to itself, with a learned temperature per head (section 3.2).
+# mypy objects to fused_attn, which is final for TorchScript.
+class LocalityAttention(_Locality, Attention):  # type: ignore[misc]
+    """timm's Attention with a learned temperature per head; no token attends to itself.
 
-    It takes timm's arguments. The parameter ``scale`` (heads, 1, 1) is the inverse of the
-    temperature, initially 1 / sqrt(head dimension).
+    This is LSA (section 3.2). The constructor takes timm's arguments. The parameter ``scale``
+    (heads, 1, 1) is the inverse of the temperature, initially 1 / sqrt(head dimension).
     """
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attend as timm does."""
-        mask, diagonal_NN = (
-            resolve_self_attn_mask(x.shape[1], x, attn_mask, is_causal),
-            diagonal(x.shape[1], x),
-        )
+        """Attend as timm does, from tokens (B, N, D) to tokens of the same shape."""
+        mask = resolve_self_attn_mask(x.shape[1], x, attn_mask, is_causal)
+        diagonal_NN = diagonal(x.shape[1], x)
         return super().forward(x, diagonal_NN if mask is None else mask + diagonal_NN)
 
 
@@ -153,6 +162,7 @@ class LocalityWindowAttention(_Locality, WindowAttention):  # type: ignore[misc]
     """Swin's attention with LSA in each window, as :class:`LocalityAttention`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend as timm does, within windows of N tokens, (windows B, N, D)."""
         diagonal_NN = diagonal(x.shape[1], x)
         return super().forward(x, diagonal_NN[None] if mask is None else mask + diagonal_NN)
 
@@ -160,9 +170,10 @@ class LocalityWindowAttention(_Locality, WindowAttention):  # type: ignore[misc]
 def diagonal(tokens: int, like: Tensor) -> Tensor:
     """Make a mask (N, N) with a very low number on the diagonal and 0 elsewhere.
 
-    It is finite as the authors' -987654321, so that a token without others attends to itself.
+    The number is finite, like the authors' -987654321, so that a token without others attends to
+    itself.
     """
     index = torch.arange(tokens, device=like.device)
     lowest = max(-987654321.0, torch.finfo(like.dtype).min / 2)
-    # ONNX lacks a bool eye.
+    # This takes the place of torch.eye, of which ONNX has no boolean form.
     return like.new_zeros(tokens, tokens).masked_fill(index == index[:, None], lowest)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert.blocks import expert_parameters
+from ..convert.blocks import expert_biases
 from ..convert.convert import convert_to_moe
 from ..convert.dense import swapped_for_dense
 from ..convert.registry import moe_options
@@ -15,21 +15,26 @@ from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 
 #: Options that concern loading or training, not the architecture that an exported model must state.
 _NOT_ARCHITECTURE = (
-    *(
-        "pretrained_cfg",
-        "pretrained_cfg_overlay",
-        "pretrained_model_args",
-        "pretrained_strict",
-        "cache_dir",
-    ),
-    *("features_only", "out_indices", "feature_cls", "device", "dtype", "weight_init"),
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "pretrained_model_args",
+    "pretrained_strict",
+    "cache_dir",
+    "features_only",
+    "out_indices",
+    "feature_cls",
+    "device",
+    "dtype",
+    "weight_init",
 )
 
 
 class MoeMixin:
-    """Builds the stock model, then converts it with the options of :func:`timm_moe.convert_to_moe`.
+    """Base of the model classes with expert layers.
 
-    Subclasses are written ``class MoeX(MoeMixin, X)`` and name ``X`` as their ``stock_class``.
+    The constructor builds the stock model and converts it. It takes the arguments of the stock
+    class and the options of :func:`timm_moe.convert_to_moe`. Subclasses are written ``class
+    MoeX(MoeMixin, X)`` and name ``X`` as their ``stock_class``.
 
     Attributes:
         dense_architecture: registered name of the stock model that the exported weights belong to.
@@ -52,44 +57,51 @@ class MoeMixin:
             )
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         super().__init__(*args, **kwargs)
-        # From scratch the experts start apart, as in the paper; loading a dense checkpoint makes
-        # them equal.
-        convert_to_moe(self, **{"expert_init": "independent", **options})  # type: ignore[type-var]
+        # In training from scratch the experts start with different weights, as in the paper.
+        # Loading a dense checkpoint makes them equal.
+        options.setdefault("expert_init", "independent")
+        convert_to_moe(self, **options)  # type: ignore[type-var]
 
     def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Initialise as the stock class does, if it can: experts and routers end as in a new model."""
+        """Initialise as the stock class does; experts and routers are as in a new model then."""
         with swapped_for_dense(self):
             super().init_weights(*args, **kwargs)  # type: ignore[misc]
 
     def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # features_only=True calls this directly, so the model's own hook does not run.
+        """Return features as the stock class does."""
+        # features_only=True calls this method directly, so the model's forward hook does not run.
         begin_forward(self)
         return super().forward_intermediates(*args, **kwargs)  # type: ignore[misc]
 
     def no_weight_decay(self: Any) -> set[str]:
-        """Return names of parameters without weight decay: the stock model's, and the experts' biases.
+        """Return the names of parameters without weight decay: the stock model's, experts' biases.
 
-        Under layer decay timm recognises a bias by its single dimension; the experts' biases have
-        two.
+        Under layer decay timm recognises a bias by its single dimension, but the experts' biases
+        have two.
         """
-        biases = {name for name, stacked in expert_parameters(self).items() if stacked.ndim == 2}
-        # Not every family has the method.
-        return {*getattr(super(), "no_weight_decay", set)(), *biases}
+        of_stock = getattr(super(), "no_weight_decay", set)  # Some families lack the method.
+        return {*of_stock(), *expert_biases(self)}
 
     def restore_stock_class(self: Any) -> None:
-        """Turn into an instance of the stock class; :func:`timm_moe.to_dense` calls it once the experts are gone."""
+        """Turn into an instance of the stock class.
+
+        :func:`timm_moe.to_dense` calls this once the experts are gone.
+        """
         architecture = vars(self).pop("dense_architecture", None)
         args = vars(self).pop("dense_args", None)
         self.__class__ = self.stock_class
-        if architecture is None:  # timm's factory did not make the model
+        if architecture is None:  # The model was not made by timm's factory.
             return
         set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
-        self._model_args = args  # as timm's create_model does; read when the model is saved
+        # timm's create_model notes the arguments so, and reads them when the model is saved.
+        self._model_args = args
 
 
 def constructor_arguments(known_class: type) -> frozenset[str]:
     """Return the names of the arguments of a class's constructor and its bases' constructors."""
-    constructors = [base.__init__ for base in known_class.__mro__ if "__init__" in vars(base)]  # type: ignore[misc]
+    constructors: list[Any] = [
+        vars(base)["__init__"] for base in known_class.__mro__ if "__init__" in vars(base)
+    ]
     parameters = [
         parameter
         for init in constructors
@@ -100,7 +112,10 @@ def constructor_arguments(known_class: type) -> frozenset[str]:
 
 
 def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the exported dense model needs: no MoE options, no loading options, no drop rates."""
+    """Return the arguments that the exported dense model needs.
+
+    Options of experts and of loading are left out, and drop rates.
+    """
     dropped = {*moe_options(kwargs.get("router", "random")), *_NOT_ARCHITECTURE}
     rates = ("drop_rate", "drop_path_rate", "drop_block_rate")
     return {
@@ -111,13 +126,22 @@ def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any]) -> None:
-    """Note on a model the name of its dense form, made with ``kwargs`` too; a feature extractor is never exported."""
+    """Note on a model with experts the name and the arguments of its dense form.
+
+    A feature extractor has no dense form, since it is never exported.
+
+    Args:
+        model: a new model, or timm's feature extractor around it.
+        architecture: registered name of the dense form.
+        kwargs: arguments of the new model, of which the dense form needs some.
+    """
     if isinstance(model, MoeMixin):
-        model.dense_architecture, model.dense_args = architecture, architecture_args(kwargs)
+        model.dense_architecture = architecture
+        model.dense_args = architecture_args(kwargs)
 
 
 def moe_class(stock_class: type[nn.Module], module: str) -> Any:
-    """Make ``Moe<Class>``, the class with expert layers, which belongs to the module of this name."""
+    """Make ``Moe<Class>``, the class with expert layers, for the module of this name."""
     name = stock_class.__name__
     namespace = {
         "__module__": module,

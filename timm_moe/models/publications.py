@@ -4,13 +4,20 @@ from typing import NamedTuple
 
 
 class Publication(NamedTuple):
-    """A paper on arXiv: its number, which begins with year and month, its first author and its title."""
+    """A paper on arXiv.
+
+    Attributes:
+        arxiv: its number, which begins with two digits of the year and the month.
+        author: the first author, ``"Surname, Name"``.
+        title: its title.
+    """
 
     arxiv: str
     author: str
     title: str
 
     def bibtex(self) -> str:
+        """Return the paper's entry for BibTeX."""
         year = f"20{self.arxiv[:2]}"
         return (
             f"@article{{{self.author.split(',')[0].lower()}{year},\n  title={{{self.title}}},\n  "
@@ -19,21 +26,20 @@ class Publication(NamedTuple):
         )
 
 
-#: By the short name of the method.
+#: The papers by the short names of their methods.
 PUBLICATIONS = {
     "EWA": Publication(
-        *("2308.06093", "Huang, Yongqi"),
+        "2308.06093",
+        "Huang, Yongqi",
         "Experts Weights Averaging: A New General Training Scheme for Vision Transformers",
     ),
     "V-MoE": Publication(
         "2106.05974", "Riquelme, Carlos", "Scaling Vision with Sparse Mixture of Experts"
     ),
     "ViMoE": Publication(
-        *(
-            "2410.15732",
-            "Han, Xumeng",
-            "ViMoE: An Empirical Study of Designing Vision Mixture-of-Experts",
-        )
+        "2410.15732",
+        "Han, Xumeng",
+        "ViMoE: An Empirical Study of Designing Vision Mixture-of-Experts",
     ),
     "WideNet": Publication("2107.11817", "Xue, Fuzhao", "Go Wider Instead of Deeper"),
     "OneS": Publication(

@@ -1,4 +1,4 @@
-"""The registered names: which are this package's, which belong to stock models; models without weights by name."""
+"""Questions about registered names, and models without weights by name."""
 
 import difflib
 import re
@@ -16,7 +16,7 @@ from ..quick_init import quick_init
 
 
 def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
-    """List this package's models, or their pretrained tags, whose names match a pattern with wildcards."""
+    """List this package's models, or their pretrained tags, that match a pattern with wildcards."""
     return [
         name
         for name in timm.list_models(pattern, pretrained=pretrained)
@@ -25,7 +25,10 @@ def registered_models(pattern: str = "", pretrained: bool = False) -> list[str]:
 
 
 def registrar(name: str) -> str | None:
-    """Name the module without which timm does not know a model; None for timm's own models, and unknown names."""
+    """Return the name of the module that registers a model with timm.
+
+    It is None for timm's own models and for names that nobody registered.
+    """
     module = model_entrypoint(name).__module__ if timm.is_model(name) else "timm.models"
     return None if module.startswith("timm.") else module
 
@@ -36,8 +39,12 @@ def is_registered_here(name: str) -> bool:
 
 
 def check_registered(name: str) -> None:
-    """Raise ValueError, with the nearest name, if timm knows no model of that name."""
-    if timm.is_model(name) and re.fullmatch(r"[\w.-]+", name):  # timm takes any tag
+    """Check that timm knows a model of that name.
+
+    Raises:
+        ValueError: if it knows none; the message names the nearest.
+    """
+    if timm.is_model(name) and re.fullmatch(r"[\w.-]+", name):  # is_model ignores the tag
         return
     nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
     raise ValueError(

@@ -26,31 +26,43 @@ SIZES: dict[str, dict[str, Any]] = {
     "huge": dict(embed_dim=1280, depth=32, num_heads=16),
 }
 #: Preprocessing as in V-MoE's configurations, for models that have no counterpart in timm.
-VMOE_S_CFG: dict[str, Any] = {
-    **dict(num_classes=1000, first_conv="patch_embed.proj", classifier="head"),
-    **dict(
-        input_size=(3, 224, 224), fixed_input_size=True, crop_pct=0.875, interpolation="bilinear"
-    ),
-    **dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
-}
+VMOE_S_CFG: dict[str, Any] = dict(
+    num_classes=1000,
+    first_conv="patch_embed.proj",
+    classifier="head",
+    input_size=(3, 224, 224),
+    fixed_input_size=True,
+    crop_pct=0.875,
+    interpolation="bilinear",
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+)
 
 
 class Variant(NamedTuple):
-    """A registered model, in one line, and the arguments that make timm's VisionTransformer this model."""
+    """A registered model and how it is made of a model of timm.
+
+    Attributes:
+        description: one line about the model.
+        stock: the model of timm whose pretrained tags it takes over, and as which its weights are
+            exported.
+        args: arguments that make the stock class this model.
+        own_size: arguments that the exported model needs too, since timm has no model of this
+            size, and no weights for it.
+        cfg: entries of the pretrained configs that differ from the stock's.
+    """
 
     description: str
-    # The model of timm whose pretrained tags it takes over, and as which its weights are exported.
     stock: str
     args: dict[str, Any]
-    #: Arguments that the exported model needs too: timm has no model of this size, and no weights
-    #: for it.
-    own_size: dict[str, Any] = {}  # noqa: RUF012  # read only
-    cfg: dict[str, Any] = {}  # noqa: RUF012  # read only: entries of the stock's configs that differ
+    own_size: dict[str, Any] = {}  # noqa: RUF012  # nobody writes to it
+    cfg: dict[str, Any] = {}  # noqa: RUF012  # nobody writes to it
 
     def cfgs(self, name: str) -> dict[str, Any]:
         """Return the pretrained configs of the model of this name, by name and tag."""
         size = self.args.get("img_size")
-        changes: dict[str, Any] = {**({"input_size": (3, size, size)} if size else {}), **self.cfg}
+        changes: dict[str, Any] = {"input_size": (3, size, size)} if size else {}
+        changes |= self.cfg
         stock = {} if self.own_size else cfgs_like(self.stock, name, **changes)
         return stock or {name: VMOE_S_CFG}
 
@@ -58,7 +70,15 @@ class Variant(NamedTuple):
 def of_size(
     description: str, size: str, patch: int, weights: str = "224", **options: Any
 ) -> Variant:
-    """Return a variant in a size of timm's ViTs, with timm's weights of this name."""
+    """Return a variant in a size of timm's ViTs.
+
+    Args:
+        description: one line about the model.
+        size: name in :data:`SIZES`.
+        patch: side of a patch, in pixels.
+        weights: end of the name of timm's model with the weights.
+        options: further arguments of the model.
+    """
     return Variant(
         description,
         f"vit_{size}_patch{patch}_{weights}",
@@ -69,10 +89,16 @@ def of_size(
 def vmoe_variants(
     prefix: str, model: str, options: dict[str, Any], with_huge: bool = True
 ) -> dict[str, Variant]:
-    """Return variants in V-MoE's sizes; H has experts in the last five odd blocks. ``model`` begins descriptions."""
+    """Return variants in V-MoE's sizes; H has experts in the last five odd blocks.
+
+    Args:
+        prefix: beginning of the registered names.
+        model: beginning of the descriptions.
+        options: arguments of all variants.
+        with_huge: include H.
+    """
     small = f"{model}-S/32: 512 wide and 8 blocks, not timm's ViT-S."
-    huge = of_size(f"{model}-H/14.", "huge", 14, **{**options, "moe_layers": "last-5"})
-    return {
+    variants = {
         f"{prefix}_s32": Variant(
             small, "vit_small_patch32_224", {"patch_size": 32, **options}, SIZES["vmoe_small"]
         ),
@@ -80,17 +106,27 @@ def vmoe_variants(
         f"{prefix}_b16": of_size(f"{model}-B/16.", "base", 16, **options),
         f"{prefix}_l32": of_size(f"{model}-L/32.", "large", 32, **options),
         f"{prefix}_l16": of_size(f"{model}-L/16.", "large", 16, **options),
-        **({f"{prefix}_h14": huge} if with_huge else {}),
     }
+    if with_huge:
+        options_of_huge = {**options, "moe_layers": "last-5"}
+        variants[f"{prefix}_h14"] = of_size(f"{model}-H/14.", "huge", 14, **options_of_huge)
+    return variants
 
 
 def cfgs_like(stock: str, name: str, **changes: Any) -> dict[str, Any]:
-    """Return the pretrained configs of a model of timm, if it has any, for a model of another name."""
+    """Return a timm model's pretrained configs, if it has any, for a model of another name.
+
+    Args:
+        stock: name of timm's model.
+        name: name of the other model.
+        changes: entries that differ.
+    """
     cfgs = {}
     for cfg in get_arch_pretrained_cfgs(stock).values():
-        # The Hub's weights are in timm's format, no .npz as behind the URL.
+        # Behind the URL is an .npz file, but the weights on the Hub are in timm's format.
         if cfg.custom_load and cfg.hf_hub_id:
-            cfg.url, cfg.custom_load = "", False
+            cfg.url = ""
+            cfg.custom_load = False
         cfgs[f"{name}.{cfg.tag}" if cfg.tag else name] = replace(cfg, **changes) if changes else cfg
     return cfgs
 
@@ -116,7 +152,13 @@ def create_vit(
 def register_variants(
     module: str, variants: Mapping[str, Variant], create: Callable[..., nn.Module]
 ) -> None:
-    """Register variants for their module; ``create`` takes a name, the variant, ``pretrained`` and ``kwargs``."""
+    """Register variants for a module.
+
+    Args:
+        module: name of the module.
+        variants: the variants by their registered names.
+        create: makes a model of a name, the variant, ``pretrained`` and the caller's arguments.
+    """
     for name, variant in variants.items():
         register(
             module, name, variant.description, partial(create, name, variant), variant.cfgs(name)
@@ -130,12 +172,21 @@ def register(
     create: Callable[[bool, dict[str, Any]], nn.Module],
     cfgs: dict[str, Any],
 ) -> None:
-    """Register ``create(pretrained, kwargs)`` with timm's factory for a module, with its pretrained configs."""
+    """Register a model with timm's factory.
+
+    Args:
+        module: name of the module that gets the entrypoint.
+        name: registered name of the model.
+        description: docstring of the entrypoint.
+        create: makes the model of ``pretrained`` and the caller's arguments.
+        cfgs: its pretrained configs by name and tag.
+    """
 
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(pretrained, kwargs)
 
-    entrypoint.__name__ = entrypoint.__qualname__ = name
+    entrypoint.__name__ = name
+    entrypoint.__qualname__ = name
     entrypoint.__module__ = module
     entrypoint.__doc__ = description
     place = vars(sys.modules[module])

@@ -36,10 +36,13 @@ __all__ = [
 
 
 class LocalVisionTransformer(PreLogitsVisionTransformer):
-    """A ViT for small data sets: a :class:`PreLogitsVisionTransformer` with two more options.
+    """A ViT for small data sets.
 
-    ``shifted_patches`` is :class:`ShiftedPatchEmbed` (SPT), ``locality_attention``
-    :class:`LocalityAttention` (LSA).
+    Args:
+        args: as :class:`PreLogitsVisionTransformer`.
+        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` (SPT).
+        locality_attention: attend by :class:`LocalityAttention` (LSA).
+        kwargs: as :class:`PreLogitsVisionTransformer`.
     """
 
     def __init__(
@@ -58,7 +61,14 @@ class LocalVisionTransformer(PreLogitsVisionTransformer):
 
 
 class LocalPoolingVisionTransformer(PoolingVisionTransformer):
-    """A PiT for small data sets, as :class:`LocalVisionTransformer`; with SPT it pools by :class:`ShiftedPooling`.
+    """A PiT for small data sets.
+
+    Args:
+        args: as timm's class.
+        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` and pool by
+            :class:`ShiftedPooling` (SPT).
+        locality_attention: attend by :class:`LocalityAttention` (LSA).
+        kwargs: as timm's class.
 
     Raises:
         ValueError: if shifted patches would overlap.
@@ -73,33 +83,47 @@ class LocalPoolingVisionTransformer(PoolingVisionTransformer):
     ):
         check_flags(shifted_patches, locality_attention)
         super().__init__(*args, **kwargs)
-        stages: Any = self.transformers
         if shifted_patches:
-            conv, size = self.patch_embed.conv, self.patch_embed.img_size
-            if conv.stride != conv.kernel_size:
-                raise ValueError(
-                    "Shifted patches do not overlap: create the model with a stride of its "
-                    f"patch_size, {conv.kernel_size[0]}, got {conv.stride[0]}."
-                )
-            like = _like(conv.weight)
-            self.patch_embed: Any = ShiftedPatchEmbed(
-                size, conv.stride[0], conv.in_channels, conv.out_channels, output_fmt="NCHW", **like
-            )
-            for stage in stages[1:]:
-                stage.pool = ShiftedPooling(
-                    stage.pool.fc.in_features, stage.pool.fc.out_features, **like
-                )
+            self._shift_patches()
         if locality_attention:
-            for block in (block for stage in stages for block in stage.blocks):
+            for block in _blocks_of(self.transformers):
                 block.attn = LocalityAttention(
                     block.attn.qkv.in_features, **_attention_args(block.attn)
                 )
 
+    def _shift_patches(self) -> None:
+        """Replace the patch embedding and the poolings by shifted ones."""
+        conv = self.patch_embed.conv
+        if conv.stride != conv.kernel_size:
+            raise ValueError(
+                "Shifted patches do not overlap: create the model with a stride of its "
+                f"patch_size, {conv.kernel_size[0]}, got {conv.stride[0]}."
+            )
+        like = _like(conv.weight)
+        self.patch_embed: Any = ShiftedPatchEmbed(
+            self.patch_embed.img_size,
+            conv.stride[0],
+            conv.in_channels,
+            conv.out_channels,
+            output_fmt="NCHW",
+            **like,
+        )
+        stages: Any = self.transformers
+        for stage in stages[1:]:
+            stage.pool = ShiftedPooling(
+                stage.pool.fc.in_features, stage.pool.fc.out_features, **like
+            )
+
 
 class LocalSwinTransformer(SwinTransformer):
-    """A Swin Transformer for small data sets, as :class:`LocalVisionTransformer`.
+    """A Swin Transformer for small data sets.
 
-    With SPT it merges by :class:`ShiftedPatchMerging`; LSA is :class:`LocalityWindowAttention`.
+    Args:
+        args: as timm's class.
+        shifted_patches: make tokens by :class:`ShiftedPatchEmbed` and merge them by
+            :class:`ShiftedPatchMerging` (SPT).
+        locality_attention: attend by :class:`LocalityWindowAttention` (LSA).
+        kwargs: as timm's class.
     """
 
     def __init__(
@@ -121,14 +145,20 @@ class LocalSwinTransformer(SwinTransformer):
                     merging.dim, merging.out_dim, **_like(merging.reduction.weight)
                 )
         if locality_attention:
-            for block in (block for stage in stages for block in stage.blocks):
+            for block in _blocks_of(stages):
                 old = block.attn
-                size = dict(
-                    head_dim=old.proj.in_features // old.num_heads, window_size=old.window_size
+                block.attn = LocalityWindowAttention(
+                    old.dim,
+                    head_dim=old.proj.in_features // old.num_heads,
+                    window_size=old.window_size,
+                    **_attention_args(old),
                 )
-                block.attn = LocalityWindowAttention(old.dim, **size, **_attention_args(old))
         if shifted_patches or locality_attention:
-            self.init_weights(needs_reset=False)  # for the new layers too
+            self.init_weights(needs_reset=False)  # The new layers are not initialised yet.
+
+
+def _blocks_of(stages: Any) -> list[Any]:
+    return [block for stage in stages for block in stage.blocks]
 
 
 def _like(weight: nn.Parameter) -> dict[str, Any]:
@@ -136,6 +166,7 @@ def _like(weight: nn.Parameter) -> dict[str, Any]:
 
 
 def _attention_args(attention: Any) -> dict[str, Any]:
+    """Return arguments that make another attention like this one."""
     return dict(
         num_heads=attention.num_heads,
         qkv_bias=attention.qkv.bias is not None,
@@ -145,107 +176,155 @@ def _attention_args(attention: Any) -> dict[str, Any]:
     )
 
 
-# They are assigned to their names so that pickle finds them.
+# The classes are assigned to their names so that pickle finds them.
 MoeLocalVisionTransformer = moe_class(LocalVisionTransformer, __name__)
 MoeLocalPoolingVisionTransformer = moe_class(LocalPoolingVisionTransformer, __name__)
 MoeLocalSwinTransformer = moe_class(LocalSwinTransformer, __name__)
 MoeLocalT2TVisionTransformer = moe_class(LocalT2TVisionTransformer, __name__)
 
 #: Preprocessing of CIFAR-100, the EWA paper's first data set.
-_CIFAR100: dict[str, Any] = {
-    **dict(num_classes=100, first_conv="patch_embed.proj", classifier="head"),
-    **dict(input_size=(3, 32, 32), fixed_input_size=True, crop_pct=1.0, interpolation="bicubic"),
-    **dict(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)),
-}
+_CIFAR100: dict[str, Any] = dict(
+    num_classes=100,
+    first_conv="patch_embed.proj",
+    classifier="head",
+    input_size=(3, 32, 32),
+    fixed_input_size=True,
+    crop_pct=1.0,
+    interpolation="bicubic",
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+)
 
 
 class Family(NamedTuple):
-    """A small-data model, dense and with experts."""
+    """A small-data model, dense and with experts.
+
+    Attributes:
+        description: one line about the model.
+        dense: registered name of the dense model.
+        stock: the model of timm as which experts are exported if there is neither SPT nor LSA;
+            None if timm has none.
+        args: arguments that make the stock class, or the dense class, this model.
+        dense_class: class of the dense model.
+        moe_class: class with experts, of the stock model.
+        local_moe_class: class with experts, of the dense model with SPT or LSA.
+        cfg: its pretrained config.
+        filter_fn: timm's function that fits a checkpoint to the model.
+        feature_cfg: what timm needs to extract features.
+    """
 
     description: str
-    dense: str  # registered name
-    # The experts are exported as this model of timm if there is neither SPT nor LSA.
+    dense: str
     stock: str | None
-    args: dict[str, Any]  # they make the stock, or the dense, model this one
-    model_classes: tuple[type[nn.Module], ...]  # dense, with experts, with experts and SPT or LSA
+    args: dict[str, Any]
+    dense_class: type[nn.Module]
+    moe_class: type[nn.Module]
+    local_moe_class: type[nn.Module]
     cfg: dict[str, Any]
-    filter_fn: Callable[..., Any]  # for checkpoints
+    filter_fn: Callable[..., Any]
     feature_cfg: dict[str, Any]
 
 
 _VIT = Family(
-    "ViT-XT/4 at 32 px.",
-    "vit_xtiny",
-    "vit_tiny_patch16_224",
-    dict(img_size=32, patch_size=4, **SIZES["xtiny"]),
-    (LocalVisionTransformer, MoeVisionTransformer, MoeLocalVisionTransformer),
-    _CIFAR100,
-    vit.checkpoint_filter_fn,
-    dict(feature_cls="getter", out_indices=3),
+    description="ViT-XT/4 at 32 px.",
+    dense="vit_xtiny",
+    stock="vit_tiny_patch16_224",
+    args=dict(img_size=32, patch_size=4, **SIZES["xtiny"]),
+    dense_class=LocalVisionTransformer,
+    moe_class=MoeVisionTransformer,
+    local_moe_class=MoeLocalVisionTransformer,
+    cfg=_CIFAR100,
+    filter_fn=vit.checkpoint_filter_fn,
+    feature_cfg=dict(feature_cls="getter", out_indices=3),
 )
 _PIT = Family(
-    "PiT-XS/2 at 32 px.",
-    "pit_xs_32",
-    "pit_xs_224",
-    dict(img_size=32, patch_size=2, stride=2, mlp_ratio=2)
-    | dict(base_dims=(48, 48, 48), depth=(2, 6, 4), heads=(2, 4, 8)),
-    (
-        LocalPoolingVisionTransformer,
-        expert_class(PoolingVisionTransformer),
-        MoeLocalPoolingVisionTransformer,
+    description="PiT-XS/2 at 32 px.",
+    dense="pit_xs_32",
+    stock="pit_xs_224",
+    args=dict(
+        img_size=32,
+        patch_size=2,
+        stride=2,
+        mlp_ratio=2,
+        base_dims=(48, 48, 48),
+        depth=(2, 6, 4),
+        heads=(2, 4, 8),
     ),
-    {**_CIFAR100, "first_conv": "patch_embed.conv"},
-    pit.checkpoint_filter_fn,
-    dict(feature_cls="hook", out_indices=(0, 1, 2)),
+    dense_class=LocalPoolingVisionTransformer,
+    moe_class=expert_class(PoolingVisionTransformer),
+    local_moe_class=MoeLocalPoolingVisionTransformer,
+    cfg={**_CIFAR100, "first_conv": "patch_embed.conv"},
+    filter_fn=pit.checkpoint_filter_fn,
+    feature_cfg=dict(feature_cls="hook", out_indices=(0, 1, 2)),
 )
 _SWIN = Family(
-    "Swin-T/2 of three stages at 32 px.",
-    "swin_tiny_patch2_window4_32",
-    "swin_tiny_patch4_window7_224",
-    dict(img_size=32, patch_size=2, window_size=4, mlp_ratio=2)
-    | dict(embed_dim=96, depths=(2, 6, 4), num_heads=(3, 6, 12)),
-    (LocalSwinTransformer, expert_class(SwinTransformer), MoeLocalSwinTransformer),
-    {**_CIFAR100, "classifier": "head.fc", "pool_size": (4, 4)},
-    swin_transformer.checkpoint_filter_fn,
-    dict(flatten_sequential=True, out_indices=(0, 1, 2)),
+    description="Swin-T/2 of three stages at 32 px.",
+    dense="swin_tiny_patch2_window4_32",
+    stock="swin_tiny_patch4_window7_224",
+    args=dict(
+        img_size=32,
+        patch_size=2,
+        window_size=4,
+        mlp_ratio=2,
+        embed_dim=96,
+        depths=(2, 6, 4),
+        num_heads=(3, 6, 12),
+    ),
+    dense_class=LocalSwinTransformer,
+    moe_class=expert_class(SwinTransformer),
+    local_moe_class=MoeLocalSwinTransformer,
+    cfg={**_CIFAR100, "classifier": "head.fc", "pool_size": (4, 4)},
+    filter_fn=swin_transformer.checkpoint_filter_fn,
+    feature_cfg=dict(flatten_sequential=True, out_indices=(0, 1, 2)),
 )
 _T2T = Family(
-    "T2T-ViT of 12 blocks at 32 px.",
-    "t2t_i2_32",
-    None,
-    dict(
-        img_size=32, patch_size=4, embed_dim=256, depth=12, num_heads=4, mlp_ratio=2, qkv_bias=False
+    description="T2T-ViT of 12 blocks at 32 px.",
+    dense="t2t_i2_32",
+    stock=None,
+    args=dict(
+        img_size=32,
+        patch_size=4,
+        embed_dim=256,
+        depth=12,
+        num_heads=4,
+        mlp_ratio=2,
+        qkv_bias=False,
     ),
-    (LocalT2TVisionTransformer, MoeLocalT2TVisionTransformer, MoeLocalT2TVisionTransformer),
-    {**_CIFAR100, "first_conv": None},
-    vit.checkpoint_filter_fn,
-    dict(feature_cls="getter", out_indices=3),
+    dense_class=LocalT2TVisionTransformer,
+    moe_class=MoeLocalT2TVisionTransformer,
+    local_moe_class=MoeLocalT2TVisionTransformer,
+    cfg={**_CIFAR100, "first_conv": None},
+    filter_fn=vit.checkpoint_filter_fn,
+    feature_cfg=dict(feature_cls="getter", out_indices=3),
 )
+
+
+def _moe_form(
+    family: Family, kwargs: dict[str, Any]
+) -> tuple[type[nn.Module], str, dict[str, Any]]:
+    """Return the class with experts, and the name and the arguments of its dense form."""
+    flags = {flag: kwargs.pop(flag, False) for flag in ("shifted_patches", "locality_attention")}
+    if family.stock is None or any(flag is not False for flag in flags.values()):
+        return family.local_moe_class, family.dense, {**kwargs, **flags}
+    return family.moe_class, family.stock, {**family.args, **kwargs}
 
 
 def _create(
     family: Family, name: str, moe_args: dict[str, Any], pretrained: bool, kwargs: dict[str, Any]
 ) -> nn.Module:
-    model_class, dense_architecture, dense_args = family.model_classes[0], family.dense, kwargs
-    if name != family.dense:
-        flags = {
-            flag: kwargs.pop(flag, False) for flag in ("shifted_patches", "locality_attention")
-        }
-        if family.stock is None or any(flag is not False for flag in flags.values()):
-            model_class, dense_args = family.model_classes[2], {**kwargs, **flags}
-        else:
-            model_class, dense_architecture = family.model_classes[1], family.stock
-            dense_args = {**family.args, **kwargs}
+    """Build a model of a family; ``kwargs`` are the caller's."""
+    if name == family.dense:
+        model_class, dense_form, dense_args = family.dense_class, family.dense, kwargs
+    else:
+        model_class, dense_form, dense_args = _moe_form(family, kwargs)
+
     args = {**family.args, **moe_args, **dense_args}
-    feature_cfg = {
-        **family.feature_cfg,
-        "out_indices": args.pop("out_indices", family.feature_cfg["out_indices"]),
-    }
-    if args.get("shifted_patches"):  # its first layer is no convolution
-        args["pretrained_cfg_overlay"] = {
-            **(args.get("pretrained_cfg_overlay") or {}),
-            "first_conv": None,
-        }
+    feature_cfg = dict(family.feature_cfg)
+    if "out_indices" in args:
+        feature_cfg["out_indices"] = args.pop("out_indices")
+    if args.get("shifted_patches"):  # The first layer is no convolution.
+        overlay = args.get("pretrained_cfg_overlay") or {}
+        args["pretrained_cfg_overlay"] = {**overlay, "first_conv": None}
     model = build_model_with_cfg(
         model_class,
         name,
@@ -254,11 +333,12 @@ def _create(
         feature_cfg=feature_cfg,
         **args,
     )
-    note_dense_form(model, dense_architecture, dense_args)
+    note_dense_form(model, dense_form, dense_args)
     return model
 
 
 def _register(family: Family, name: str, description: str, **moe_args: Any) -> None:
+    """Register a model of a family; ``moe_args`` are arguments of its experts."""
     register(
         __name__, name, description, partial(_create, family, name, moe_args), {name: family.cfg}
     )

@@ -1,4 +1,4 @@
-"""Swin-MoE (Tutel, arXiv 2206.03382): timm's SwinTransformer with routed experts in its last two stages."""
+"""Swin-MoE (Tutel, arXiv 2206.03382): a Swin Transformer with experts in its last two stages."""
 
 from typing import Any
 
@@ -14,13 +14,16 @@ from .registration import Variant, register_variants
 
 __all__ = ["MoeSwinTransformer"]  # timm adds the entrypoints
 
-#: Standard deviation of the initial weights of all linear layers, gates included (``INIT_STD`` of
-#: the reference).
+#: Standard deviation of the initial weights of all linear layers and routers. The reference calls
+#: it ``INIT_STD``.
 INIT_STD = 0.005
 
 
 class MoeSwinTransformer(MoeMixin, SwinTransformer):
-    """SwinTransformer with expert layers, with the initial weights and the weight decay of Swin-MoE's reference."""
+    """SwinTransformer with expert layers.
+
+    Initial weights and weight decay are those of Swin-MoE's reference.
+    """
 
     stock_class = SwinTransformer
 
@@ -30,7 +33,7 @@ class MoeSwinTransformer(MoeMixin, SwinTransformer):
 
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
         """Initialise as in a new model."""
-        with swapped_for_dense(self):  # so that the experts follow the layers that are drawn here
+        with swapped_for_dense(self):  # Experts are then made from the layers that are drawn here.
             super().init_weights(*args, **kwargs)
             for module in self.modules():
                 if isinstance(module, nn.Linear):
@@ -46,31 +49,40 @@ class MoeSwinTransformer(MoeMixin, SwinTransformer):
                 nn.init.trunc_normal_(module.weight, std=INIT_STD)
 
     def no_weight_decay(self) -> set[str]:
-        """Return names of parameters without weight decay: biases, and the matrices of cosine routers."""
-        routers = (
-            name for name, module in self.named_modules() if isinstance(module, CosineRouter)
-        )
-        return {
-            *super().no_weight_decay(),
-            *(f"{name}.{own}" for name in routers for own in ("weight", "projection")),
-        }
+        """Return the names of parameters without weight decay.
+
+        These are the stock model's, the experts' biases, and the matrices of cosine routers.
+        """
+        names = set(super().no_weight_decay())
+        for name, module in self.named_modules():
+            if isinstance(module, CosineRouter):
+                names |= {f"{name}.weight", f"{name}.projection"}
+        return names
 
 
 #: Arguments that make timm's Swin the size of Swin-MoE; its exported form needs them too.
 _SIZE: dict[str, Any] = dict(img_size=192, window_size=12)
-#: Swin-MoE in pre-training (the reference's configurations): every other block of stage 3, the last
-#: of stage 4.
-_SWIN_MOE: dict[str, Any] = {
-    **dict(moe_layers="last-10", expert_dropout=0.1),
-    **dict(router="top_k", top_k=1, noise_std=1.0, batch_priority=True),
-    **dict(capacity_factor=1.25, capacity_rounding="floor"),
-    **dict(aux_loss="importance+load", aux_loss_weight=0.01, score="softmax"),
-}
+#: Swin-MoE in pre-training (the reference's configurations). Experts are in every other block of
+#: stage 3 and in the last of stage 4.
+_SWIN_MOE: dict[str, Any] = dict(
+    moe_layers="last-10",
+    expert_dropout=0.1,
+    router="top_k",
+    top_k=1,
+    noise_std=1.0,
+    batch_priority=True,
+    capacity_factor=1.25,
+    capacity_rounding="floor",
+    aux_loss="importance+load",
+    aux_loss_weight=0.01,
+    score="softmax",
+)
 
 
 def _variant(description: str, size: str, num_experts: int, **options: Any) -> Variant:
-    # Tutel's capacity is a multiple of the processes that share an expert; the reference trained
-    # with 32.
+    """Return a variant in a size of timm's Swin Transformers."""
+    # Tutel's capacity is a multiple of the number of processes that share an expert. The reference
+    # trained with 32 processes.
     args = {
         **_SIZE,
         **_SWIN_MOE,
@@ -94,10 +106,13 @@ VARIANTS = {
 
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    args = {**variant.args, **kwargs}
-    entrypoint = model_entrypoint(variant.stock)
+    """Build a variant; ``kwargs`` are the caller's."""
     model, _ = build_instead(
-        entrypoint, lambda stock_class: MoeSwinTransformer, name, pretrained=pretrained, **args
+        model_entrypoint(variant.stock),
+        lambda stock_class: MoeSwinTransformer,
+        name,
+        pretrained=pretrained,
+        **{**variant.args, **kwargs},
     )
     note_dense_form(model, variant.stock, {**_SIZE, **kwargs})
     return model

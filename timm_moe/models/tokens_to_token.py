@@ -1,8 +1,8 @@
-"""T2T-ViT (arXiv 2101.11986) as "Vision Transformer for Small-Size Datasets" (2112.13492) sizes it.
+"""T2T-ViT (arXiv 2101.11986) in the size of arXiv 2112.13492.
 
-Overlapping windows of the image become tokens, which attend to each other and are merged again.
-Details follow the second paper's code. Shape suffixes: B images, C channels, H and W pixels or
-tokens of a grid, N tokens, D width.
+The second paper is "Vision Transformer for Small-Size Datasets". Overlapping windows of the image
+become tokens, which attend to each other and are merged again. Details follow that paper's code.
+Shape suffixes: B images, C channels, H and W pixels or tokens of a grid, N tokens, D width.
 """
 
 from functools import partial
@@ -25,10 +25,15 @@ TOKEN_DIM = 64
 
 
 class TokenAttention(nn.Module):
-    """Attention of one head from tokens (B, N, dim) to (B, N, out_dim), with the values as its shortcut.
+    """Attention of one head from tokens (B, N, dim) to (B, N, out_dim).
 
-    Queries are scaled by 1 / sqrt(dim). With ``locality`` no token attends to itself, and the scale
-    is learned (LSA).
+    Its shortcut adds the values. Queries are scaled by 1 / sqrt(dim).
+
+    Args:
+        dim: width of the tokens.
+        out_dim: width of the result.
+        locality: no token attends to itself, and the scale is learned (LSA).
+        like: ``device`` and ``dtype`` of the parameters.
     """
 
     def __init__(self, dim: int, out_dim: int, locality: bool, **like: Any):
@@ -39,7 +44,8 @@ class TokenAttention(nn.Module):
         self.scale = nn.Parameter(torch.full((1, 1, 1), scale, **like)) if locality else scale
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        # One head; ONNX needs its dimension.
+        """Attend, and add the values."""
+        # The one head gets a dimension, which ONNX needs.
         queries, keys, values = self.qkv(x_BND).unsqueeze(1).chunk(3, -1)
         mask = diagonal(x_BND.shape[1], queries) if isinstance(self.scale, nn.Parameter) else None
         attended = scaled_dot_product_attention(
@@ -56,16 +62,17 @@ class TokenTransformer(nn.Module):
         self.norm1 = nn.LayerNorm(dim, **like)
         self.attn = TokenAttention(dim, out_dim, locality, **like)
         self.norm2 = nn.LayerNorm(out_dim, **like)
-        # Not "mlp": a module of that name would get experts.
+        # A module of the name "mlp" would get experts.
         self.feed_forward = Mlp(out_dim, out_dim, **like)
 
     def forward(self, x_BND: Tensor) -> Tensor:
+        """Map tokens (B, N, dim) to (B, N, out_dim)."""
         x_BND = self.attn(self.norm1(x_BND))
         return x_BND + self.feed_forward(self.norm2(x_BND))
 
 
 class TokensToToken(nn.Module):
-    """Makes tokens of images: (B, C, H, W) -> (B, D, H / 2^splits, W / 2^splits).
+    """Embedding of images as tokens: (B, C, H, W) -> (B, D, H / 2^splits, W / 2^splits).
 
     Args:
         in_channels: C.
@@ -96,6 +103,7 @@ class TokensToToken(nn.Module):
         self.project = nn.Linear(widths[-1] * WINDOW_AREA, dim, **like)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Make tokens on a grid; sides are rounded up at each split."""
         if self.shifted_patches:
             x_BCHW = shifted(x_BCHW, 1)
         for transformer in self.transformers:
@@ -104,9 +112,10 @@ class TokensToToken(nn.Module):
 
 
 def _split(x_BCHW: Tensor, layer: nn.Module) -> Tensor:
-    """Cut images into overlapping windows (B, N, 9 C), and arrange what the layer makes of them on their grid."""
+    """Cut images into overlapping windows (B, N, 9 C), and put a layer's output on their grid."""
     x_BND = layer(unfold(x_BCHW, **WINDOW).transpose(1, 2))
-    height, width = -(-x_BCHW.shape[2] // 2), -(-x_BCHW.shape[3] // 2)
+    height = -(-x_BCHW.shape[2] // 2)
+    width = -(-x_BCHW.shape[3] // 2)
     return x_BND.transpose(1, 2).reshape(x_BCHW.shape[0], x_BND.shape[2], height, width)
 
 
@@ -126,11 +135,11 @@ class TokensToTokenEmbed(PatchEmbed):
         self.proj: Any = TokensToToken(in_chans, embed_dim, patch_size.bit_length() - 1, **options)
 
 
-register_notrace_module(TokensToTokenEmbed)  # it branches on the size of the grid
+register_notrace_module(TokensToTokenEmbed)  # Its forward branches on the size of the grid.
 
 
 class _Shortcut(nn.Module):
-    """Adds to an attention a second shortcut inside the block's, as in the authors' code."""
+    """A second shortcut around an attention, inside the block's, as in the authors' code."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         return x + super().forward(x, attn_mask, **kwargs)
@@ -147,8 +156,11 @@ class T2TLocalityAttention(_Shortcut, LocalityAttention):  # type: ignore[misc]
 class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
     """A T2T-ViT for small data sets; its position embedding is fixed (sines and cosines).
 
-    ``shifted_patches`` stacks the image with shifted copies (SPT). ``locality_attention`` is
-    :class:`LocalityAttention` (LSA), also while tokens are made.
+    Args:
+        args: as :class:`PreLogitsVisionTransformer`.
+        shifted_patches: stack the image with shifted copies (SPT).
+        locality_attention: attend by :class:`LocalityAttention` (LSA), also while tokens are made.
+        kwargs: as :class:`PreLogitsVisionTransformer`.
     """
 
     def __init__(
@@ -166,6 +178,7 @@ class LocalT2TVisionTransformer(PreLogitsVisionTransformer):
         self._fix_positions()
 
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Initialise as timm does, but with fixed position embeddings."""
         super().init_weights(*args, **kwargs)
         self._fix_positions()
 

@@ -1,5 +1,8 @@
-"""Vision Transformers with expert layers: EWA (arXiv 2308.06093), V-MoE (2106.05974), ViMoE (2410.15732), Switch,
-Soft MoE (2308.00951)."""
+"""Vision Transformers with expert layers.
+
+They are those of EWA (arXiv 2308.06093), V-MoE (2106.05974), ViMoE (2410.15732) and Soft MoE
+(2308.00951), and the naive MoE with the routing of Switch Transformers (2101.03961).
+"""
 
 from collections import OrderedDict
 from typing import Any
@@ -16,19 +19,22 @@ __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
 
 
 class PreLogitsVisionTransformer(VisionTransformer):
-    """timm's VisionTransformer with a layer before the classifier.
+    """timm's VisionTransformer that may have a layer before the classifier.
 
     Args:
+        args: as timm's class.
         pre_logits: put ``tanh(Linear(D, D))`` there, as the ViT and V-MoE papers do in
             pre-training.
+        kwargs: as timm's class.
     """
 
     def __init__(self, *args: Any, pre_logits: bool = False, **kwargs: Any):
         check_flag("pre_logits", pre_logits)
         super().__init__(*args, **kwargs)
+        # timm drops keys with pre_logits from checkpoints, so the layer has another name. Its agc
+        # takes the last two parameters for the classifier's, so the head is moved to the end.
         head = self.head
-        del self.head  # timm's agc takes the last two parameters for the classifier's
-        # Timm drops keys with pre_logits from checkpoints.
+        del self.head
         self.representation: nn.Module = nn.Identity()
         self.head = head
         if pre_logits:
@@ -39,8 +45,9 @@ class PreLogitsVisionTransformer(VisionTransformer):
             self.representation = nn.Sequential(OrderedDict(fc=linear, act=nn.Tanh()))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        # timm's own, written out: exported models may be scripted, and TorchScript cannot compile
-        # super().
+        """Map tokens (B, N, D) to logits (B, C), or to the classifier's input (B, D)."""
+        # timm's method is written out here, since exported models may be scripted and TorchScript
+        # cannot compile super().
         x = self.representation(self.head_drop(self.fc_norm(self.pool(x))))
         return x if pre_logits else self.head(x)
 
@@ -51,6 +58,11 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
     stock_class = VisionTransformer
 
     def restore_stock_class(self) -> None:
+        """Turn into timm's VisionTransformer.
+
+        Raises:
+            ValueError: if the model has a layer before its classifier.
+        """
         if not isinstance(self.representation, nn.Identity):
             raise ValueError(
                 "timm's ViT has no such layer: a model with pre_logits=True cannot become one."
@@ -59,42 +71,52 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
         super().restore_stock_class()
 
 
-#: Naive MoE of the EWA paper (section 6): Switch routing of 4 experts in every other block,
-#: evaluated without dropping.
+#: Naive MoE of the EWA paper (section 6): Switch routing among 4 experts in every other block. No
+#: token is dropped in evaluation.
 NAIVE: dict[str, Any] = dict(
     router="top_k", top_k=1, capacity_factor=1.05, aux_loss="balance", aux_loss_weight=0.01
 )
 #: V-MoE in pre-training (appendix B): 2 of 32 experts in the last two odd blocks.
-VMOE: dict[str, Any] = {
-    **dict(num_experts=32, moe_layers="last-2", expert_init="same"),
-    **dict(router="top_k", top_k=2, noise_std=1.0, capacity_factor=1.05),
-    **dict(aux_loss="importance+load", aux_loss_weight=0.01),
-}
-#: ViMoE (section 4): each image goes to 1 of 8 experts, in the last two blocks; no noise, nothing
-#: dropped. It starts from DINOv2, at 224 pixels instead of DINOv2's 518.
-_VIMOE: dict[str, Any] = {
-    **dict(
-        weights="dinov2",
-        num_experts=8,
-        moe_layers="tail-2",
-        expert_init="same",
-        init_values=1e-5,
-        img_size=224,
-    ),
-    **dict(router="top_k", top_k=1, routing_unit="image", aux_loss="balance", aux_loss_weight=0.01),
-}
-#: Soft MoE (section 3): one slot for each expert, in the second half of the blocks; H has experts
-#: in the last 16.
+VMOE: dict[str, Any] = dict(
+    num_experts=32,
+    moe_layers="last-2",
+    expert_init="same",
+    router="top_k",
+    top_k=2,
+    noise_std=1.0,
+    capacity_factor=1.05,
+    aux_loss="importance+load",
+    aux_loss_weight=0.01,
+)
+#: ViMoE (section 4): in the last two blocks each image goes to 1 of 8 experts. There is no noise,
+#: and nothing is dropped. Training starts from DINOv2, at 224 pixels instead of DINOv2's 518.
+_VIMOE: dict[str, Any] = dict(
+    weights="dinov2",
+    num_experts=8,
+    moe_layers="tail-2",
+    expert_init="same",
+    init_values=1e-5,
+    img_size=224,
+    router="top_k",
+    top_k=1,
+    routing_unit="image",
+    aux_loss="balance",
+    aux_loss_weight=0.01,
+)
+#: Soft MoE (section 3): one slot for each expert, in the second half of the blocks. H has experts
+#: in the last 16 blocks.
 _SOFT: dict[str, Any] = dict(
     num_experts=128, moe_layers="tail-6", expert_init="same", router="soft"
 )
-#: Its ViT: no class token, the mean of the normalised tokens, queries and keys normalised.
+#: The ViT of Soft MoE: no class token, the mean of the normalised tokens, and normalised queries
+#: and keys.
 _SOFT_VIT: dict[str, Any] = dict(class_token=False, global_pool="avg", fc_norm=False, qk_norm=True)
 
 
 def _soft_moe(description: str, size: str, patch: int, **options: Any) -> Variant:
+    """Return a variant of Soft MoE, for whose ViT timm has no weights."""
     variant = of_size(description, size, patch, **{**_SOFT_VIT, **_SOFT, **options})
-    return variant._replace(own_size=_SOFT_VIT)  # timm has no weights for it
+    return variant._replace(own_size=_SOFT_VIT)
 
 
 _VARIANTS = {
@@ -129,10 +151,18 @@ def create_moe_vit(
     pretrained: bool,
     kwargs: dict[str, Any],
 ) -> nn.Module:
-    """Build a variant as timm builds its own, to be exported as its stock; ``kwargs`` are the caller's."""
+    """Build a variant as timm builds its own models, to be exported as the variant's stock.
+
+    Args:
+        model_class: class of the model.
+        name: registered name of the model.
+        variant: the variant.
+        pretrained: load timm's weights.
+        kwargs: the caller's arguments.
+    """
     kwargs = {**variant.own_size, **kwargs}
     if kwargs.get("features_only"):
-        # Timm would load DINOv2's weights, which have no classifier, strictly.
+        # timm would load DINOv2's weights strictly, but they have no classifier.
         kwargs["num_classes"] = 0
     model = create_vit(model_class, name, variant, pretrained, kwargs)
     note_dense_form(model, variant.stock, kwargs)
@@ -140,14 +170,15 @@ def create_moe_vit(
 
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """Build a variant; ``kwargs`` are the caller's."""
     if name.startswith("vimoe"):
         cfg = kwargs.get("pretrained_cfg")
-        stated = (
-            cfg if isinstance(cfg, dict) else vars(cfg) if isinstance(cfg, PretrainedCfg) else {}
-        )
-        stated = {**stated, **(kwargs.get("pretrained_cfg_overlay") or {})}
-        # DINOv2's weights, and so their config, have no classifier. A saved model may state 0
-        # classes.
+        if isinstance(cfg, PretrainedCfg):
+            cfg = vars(cfg)
+        stated = dict(cfg) if isinstance(cfg, dict) else {}
+        stated |= kwargs.get("pretrained_cfg_overlay") or {}
+        # DINOv2's weights have no classifier, so their config states 0 classes. A saved model has a
+        # source, and may have 0 classes on purpose.
         if not stated.get("source") and not stated.get("num_classes"):
             variant = variant._replace(args={"num_classes": 1000, **variant.args})
     return create_moe_vit(MoeVisionTransformer, name, variant, pretrained, kwargs)

@@ -1,4 +1,4 @@
-"""WideNet (arXiv 2107.11817): attention and experts held once and used by every block; norms of each block its own."""
+"""WideNet (arXiv 2107.11817): blocks with own norms share one attention and one expert layer."""
 
 from typing import Any
 
@@ -20,18 +20,18 @@ __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
 
 
 class SharedVisionTransformer(PreLogitsVisionTransformer):
-    """A ViT whose blocks share one attention and one feed-forward network (WideNet without experts, section 4.4).
+    """A ViT whose blocks share one attention and one feed-forward network.
 
-    The shared parts belong to the first block. The state dict has them once, under its name:
-    safetensors refuses shared tensors, and a weight average over state dicts (timm's ModelEmaV3)
-    moves each tensor once.
-
-    Its arguments are timm's and:
+    This is WideNet without experts (section 4.4). The shared parts belong to the first block. The
+    state dict has them once, under the first block's name: safetensors refuses shared tensors, and
+    a weight average over state dicts (timm's ModelEmaV3) moves each tensor once.
 
     Args:
+        args: as timm's VisionTransformer.
         shared_norm: share the two norms of the blocks too (section 4.4).
         zero_class_token: the class token is a constant zero, not a parameter, as in the authors'
             code.
+        kwargs: as timm's VisionTransformer.
     """
 
     def __init__(
@@ -55,12 +55,15 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
         """Initialise as timm does, but keep a constant class token zero."""
         super().init_weights(*args, **kwargs)
-        # Not yet known when the stock class calls this.
+        # The attribute is missing when the stock class's constructor calls this method.
         if getattr(self, "zero_class_token", False):
             nn.init.zeros_(self.cls_token)  # type: ignore[arg-type]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's groups, with the shared parts in the last block's: layer decay must not treat them as early."""
+        """Return timm's groups, with the shared parts in the group of the last block.
+
+        In the first block's group, layer decay would treat them as early layers.
+        """
         groups = super().group_matcher(coarse)
         shared = rf"^blocks\.0\.(?:0\.)?(?:{'|'.join(self.shared_parts)})\."
         return {**groups, "blocks": [(shared, (len(self.blocks) - 1,)), *groups["blocks"]]}
@@ -84,11 +87,13 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 def _drop_repeated(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
+    """Leave each shared tensor in the state dict once; a state-dict post-hook."""
     for name in _first_names(module):
         state_dict.pop(prefix + name, None)
 
 
 def _repeat(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """Give each shared tensor all of its names again; a load-state-dict pre-hook."""
     for name, first in _first_names(module).items():
         if prefix + name in state_dict:
             raise ValueError(
@@ -100,17 +105,26 @@ def _repeat(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args
 
 
 class RoutingGroup(nn.Sequential):
-    """Consecutive blocks with one expert layer, routed once by its first block (section 4.5, figure 3)."""
+    """Consecutive blocks with one expert layer and one routing (section 4.5, figure 3).
+
+    The first block routes.
+    """
 
     def forward(self, x: Tensor, **attention: Any) -> Tensor:  # type: ignore[override]
-        """Map tokens (B, N, D) to the same shape; ``attention``: options of timm's attention."""
+        """Map tokens (B, N, D) to the same shape.
+
+        Args:
+            x: the tokens.
+            attention: options of timm's attention.
+        """
         if isinstance(x, Proxy):
             return kept_whole(self, x)
         first: Any = self[0]
-        # No block is called, nor its hook.
+        # No block is called as a whole, so its hook does not note the padding.
         note_padding(first, (), attention, name="attn_mask", position=1)
-        layer, routing = first.mlp, None
+        layer = first.mlp
         padding = layer.padding_of(x)
+        routing = None
         block: Any
         for block in self:
             x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x), **attention)))
@@ -122,7 +136,7 @@ class RoutingGroup(nn.Sequential):
         return x
 
 
-register_notrace_module(RoutingGroup)  # routings are no tensors
+register_notrace_module(RoutingGroup)  # torch.fx follows tensors only, and a routing is none.
 
 
 class WideNet(MoeMixin, SharedVisionTransformer):
@@ -172,10 +186,13 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         from_meta = [layer for layer in moe_layers(self).values() if layer.router_is_on_meta()]
         super()._apply(*args, **kwargs)
         for layer in from_meta:
-            layer.draw_router()  # to_empty has come to the shared layer once more for each block
+            # to_empty came to the shared layer once for each block, and so emptied the router that
+            # the layer had drawn.
+            layer.draw_router()
         return self
 
     def _set_blocks(self, blocks: list[nn.Module]) -> None:
+        """Put other modules in the place of the blocks."""
         self.blocks = nn.Sequential(*blocks)
         self.feature_info = [
             {**self.feature_info[0], "module": f"blocks.{index}"} for index in range(len(blocks))
@@ -184,16 +201,23 @@ class WideNet(MoeMixin, SharedVisionTransformer):
             layer.path = path
 
     def restore_stock_class(self) -> None:
+        """Turn into a :class:`SharedVisionTransformer`, without groups of blocks."""
         self._set_blocks([block for block in self.blocks.modules() if isinstance(block, Block)])
         super().restore_stock_class()
 
 
 #: Section 4.1 and table 6. The authors' code counts all choices in the balance loss and rounds
 #: capacities down.
-_WIDENET = {
-    **dict(num_experts=4, top_k=2, noise_std=1.0, aux_loss="balance_top_k", aux_loss_weight=0.01),
-    **dict(capacity_factor=1.2, capacity_multiple=1, capacity_rounding="floor"),
-}
+_WIDENET: dict[str, Any] = dict(
+    num_experts=4,
+    top_k=2,
+    noise_std=1.0,
+    aux_loss="balance_top_k",
+    aux_loss_weight=0.01,
+    capacity_factor=1.2,
+    capacity_multiple=1,
+    capacity_rounding="floor",
+)
 #: The paper averages over the patches, without a class token.
 _POOLING = dict(patch_size=16, class_token=False, global_pool="avg", fc_norm=False)
 #: The authors' code has a class token that is a constant zero, averages over it too, and has a
@@ -201,16 +225,26 @@ _POOLING = dict(patch_size=16, class_token=False, global_pool="avg", fc_norm=Fal
 _OFFICIAL = dict(class_token=True, zero_class_token=True, pool_include_prefix=True, pre_logits=True)
 
 #: Arguments of WideNet's sizes. B has an MLP as wide as that of the paper, not timm's.
-_SIZES = {"b": {**SIZES["base"], "mlp_ratio": 4096 / 768}, "l": SIZES["large"], "h": SIZES["huge"]}
-_VARIANTS: dict[str, Variant] = {}
-for _size, _args in _SIZES.items():
-    _name, _ones, _args = f"WideNet-{_size.upper()}", f"ones_{_size}", {**_POOLING, **_args}
-    _student = f"OneS's student of {_name} (arXiv 2201.10890): one dense network for all blocks."
-    _VARIANTS |= {f"widenet_{_size}": Variant(f"{_name}.", _ones, {**_WIDENET, **_args})}
-    _VARIANTS |= {_ones: Variant(_student, _ones, _args)}
+_SIZES = {
+    "b": {**SIZES["base"], "mlp_ratio": 4096 / 768},
+    "l": SIZES["large"],
+    "h": SIZES["huge"],
+}
+
+
+def _variants(size: str) -> dict[str, Variant]:
+    """Return WideNet in one size, and OneS's dense student of it."""
+    model = f"WideNet-{size.upper()}"
+    student = f"OneS's student of {model} (arXiv 2201.10890): one dense network for all blocks."
+    args = {**_POOLING, **_SIZES[size]}
+    return {
+        f"widenet_{size}": Variant(f"{model}.", f"ones_{size}", {**_WIDENET, **args}),
+        f"ones_{size}": Variant(student, f"ones_{size}", args),
+    }
 
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    """Build a variant; ``kwargs`` are the caller's."""
     official = kwargs.pop("official_compat", False)
     check_flag("official_compat", official)
     if official:
@@ -218,7 +252,7 @@ def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any
     if name.startswith("widenet") and kwargs.get("num_experts") != 0:
         model = create_moe_vit(WideNet, name, variant, pretrained, kwargs)
         dense_args = getattr(model, "dense_args", None)
-        if dense_args is not None:  # no feature extractor
+        if dense_args is not None:  # A feature extractor has none.
             dense_args["official_compat"] = official
             dense_args.pop("routing_groups", None)
         return model
@@ -230,4 +264,4 @@ def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any
     return create_moe_vit(SharedVisionTransformer, name, dense, pretrained, kwargs)
 
 
-register_variants(__name__, _VARIANTS, _create)
+register_variants(__name__, _variants("b") | _variants("l") | _variants("h"), _create)

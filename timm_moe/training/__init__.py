@@ -1,4 +1,4 @@
-"""Between forward and step: averaging, router losses, what any training loop calls, and placement under FSDP2."""
+"""What happens between forward and step: averaging, router losses, placement over processes."""
 
 from .averaging import ExpertWeightAveraging, average_experts_
 from .expert_parallel import parallelize_experts

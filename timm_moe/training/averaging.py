@@ -1,4 +1,7 @@
-"""Averaging of the experts after each optimizer step (EWA, section 3.2): the equation, and a class that applies it."""
+"""Averaging of the experts after each optimizer step (EWA, section 3.2).
+
+The equation is a function, and a class applies it after every step.
+"""
 
 import logging
 import weakref
@@ -25,14 +28,14 @@ from .strange_optimizers import Steps, average_kept_, with_hooks
 
 _logger = logging.getLogger(__name__)
 
-#: Key of each of an optimizer's groups that counts the updates; there it travels with every
-#: optimizer checkpoint.
+#: Key of the count of updates in each of an optimizer's groups. There the count is part of every
+#: checkpoint of the optimizer.
 UPDATES = "ewa_updates"
 #: Entries of each expert that are averaged at a time on CPUs.
 _BLOCK = 2**17
 
-#: A number, or a tensor () on the experts' device where the optimizer's step can be captured by a
-#: CUDA graph.
+#: A share rate: a number, or a tensor () on the experts' device if the optimizer's step can be
+#: captured by a CUDA graph.
 Rate = float | Tensor
 
 
@@ -40,15 +43,18 @@ Rate = float | Tensor
 
 
 def average_(stacked: Tensor, beta: Rate) -> Tensor:
-    """Move E stacked tensors towards their mean, in place: ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``.
+    """Move E stacked tensors towards their mean, in place (EWA, eq. 6).
 
-    The mean stays and every deviation from it is multiplied by ``1 - beta E / (E - 1)`` (EWA, eq.
-    6).
+    ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``. The mean stays, and every deviation
+    from it is multiplied by ``1 - beta E / (E - 1)``.
 
     Args:
-        stacked: shape (E, ...); of a sharded one (FSDP2) each process averages its part. If they
-            hold different experts, they call this together.
+        stacked: shape (E, ...). Of a sharded tensor (FSDP2) each process averages its part. If the
+            processes hold different experts, they call this together.
         beta: share rate of this step.
+
+    Returns:
+        The same tensor.
     """
     average_all_([(stacked, beta)])
     return stacked
@@ -61,7 +67,8 @@ def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
     means: list[Tensor] = []
     weights: list[Any] = []
     for stacked, beta in due:
-        part, num_experts = local_part(stacked), stacked.shape[0]
+        part = local_part(stacked)
+        num_experts = stacked.shape[0]
         if num_experts == 1 or (not isinstance(beta, Tensor) and beta == 0):
             continue
         weight = beta * num_experts / (num_experts - 1)
@@ -80,10 +87,12 @@ def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
 
 
 def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
-    """Average by blocks that stay in the cache, expert by expert, as broadcasting would cost vectorisation."""
-    for experts in zip(
-        *(expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)), strict=True
-    ):
+    """Average a tensor (E, ...) in place by blocks that stay in the cache.
+
+    It goes expert by expert, since broadcasting would prevent vectorisation.
+    """
+    blocks = [expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)]
+    for experts in zip(*blocks, strict=True):
         mean = experts[0] + experts[1]
         for expert in experts[2:]:
             mean += expert
@@ -93,15 +102,18 @@ def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
 
 
 def average_experts_(model: nn.Module, beta: float) -> None:
-    """Average the experts of every expert layer of a model by one step of rate ``beta``, in place (EWA, eq. 6).
+    """Average the experts of every expert layer of a model once, in place (EWA, eq. 6).
 
     Frozen experts are averaged too.
 
+    Args:
+        model: the model.
+        beta: share rate, from 0 to (E - 1) / E; 0 for experts of a part of the hidden width.
+
     Raises:
-        ValueError: unless 0 <= beta <= (E - 1) / E, and 0 for experts of a part of the hidden
-            width; if there are no expert layers, or if experts are of narrower types than float32,
-            held in flat pieces (FSDP1), computed from other parameters (pruned, weight-normed) or
-            have adapters (PEFT); nothing is averaged then.
+        ValueError: if ``beta`` is out of range; if there are no expert layers; if experts are of
+            narrower types than float32, held in flat pieces (FSDP1), computed from other parameters
+            (pruned, weight-normed) or have adapters (PEFT). Nothing is averaged then.
     """
     layers = moe_layers(model).values()
     if not layers:
@@ -115,11 +127,15 @@ def average_experts_(model: nn.Module, beta: float) -> None:
 
 
 def _averageable(layer: MoeMlp) -> list[Tensor]:
-    """The stacked parameters of a layer, (E, ...); ValueError if one cannot be averaged in place."""
+    """Return the stacked parameters of a layer, (E, ...).
+
+    Raises:
+        ValueError: if one of them cannot be averaged in place.
+    """
     experts = list(whole_experts(layer).values())
     layer.require_plain("cannot be averaged (share_rate=0 trains without averaging)")
     for stacked in experts:
-        if stacked.itemsize < 4:  # rounding would undo the small steps of small rates
+        if stacked.itemsize < 4:  # Rounding would undo the small steps of small rates.
             raise ValueError(
                 f"Experts are averaged in float32 at least, and those in {layer.path} are "
                 f"{stacked.dtype}: keep the weights in float32 and compute under autocast "
@@ -132,7 +148,7 @@ def _averageable(layer: MoeMlp) -> list[Tensor]:
 
 
 def stated_updates(optimizer: Optimizer) -> int:
-    """Return the count of updates that an optimizer's groups hold, 0 without one.
+    """Return the count of updates that an optimizer's groups hold; 0 if they hold none.
 
     Checkpoints of earlier versions have an int, some of them in the first group only.
     """
@@ -149,25 +165,26 @@ def forget_updates(optimizer: Optimizer) -> None:
 
 
 class ExpertWeightAveraging:
-    """Averages the experts of a model after every step of its optimizer, at a rate that follows a schedule.
+    """Averaging of a model's experts after every step of its optimizer, by a schedule.
 
     It hooks itself into the optimizer and needs no further call. Steps that a GradScaler skips are
     not counted. The count is a tensor in each parameter group of the optimizer, ``"ewa_updates"``,
-    so the schedule goes on once its state is loaded. After a distributed checkpoint (DCP), make the
-    averaging and call :meth:`seek`.
+    so the schedule goes on once the optimizer's state is loaded. After a distributed checkpoint
+    (DCP), make the averaging and call :meth:`seek`.
 
-    Each step averages the experts that the optimizer then has among its parameters and that require
-    gradients. A parameter that layers share is averaged once, at the first layer's rate.
+    Each step averages the experts that are among the optimizer's parameters at that time and
+    require gradients. A parameter that layers share is averaged once, at the first layer's rate.
 
-    If an optimizer works by another one (timm's Lookahead, SAM) and shares its parameter groups,
-    either may be given: the experts are averaged once the outermost step ends. Weights that an
-    optimizer keeps of its own are averaged too (schedule-free ones, MADGRAD, Lookahead). timm's
-    train.py needs no call of this class, see :mod:`timm_moe.integrations.timm`.
+    An optimizer may work by another one (timm's Lookahead, SAM) and share its parameter groups.
+    Either may be given: the experts are averaged once the outermost step ends. Weights that an
+    optimizer keeps beside the parameters are averaged too (schedule-free optimizers, MADGRAD,
+    Lookahead). timm's train.py needs no call of this class, see
+    :mod:`timm_moe.integrations.timm`.
 
     Args:
         model: holds the expert layers; those whose experts the optimizer trains are averaged.
-        optimizer: any torch or timm optimizer. Of one with ``capturable=True`` the count and the
-            rate stay on the device, so that a CUDA graph of its step counts and averages, too.
+        optimizer: any torch or timm optimizer. With ``capturable=True`` the count and the rate stay
+            on the device, so that a CUDA graph of the optimizer's step counts and averages, too.
         share_rate: in [0, (E - 1) / E]; by default the rate of each layer.
         schedule: ``"linear"``, ``"constant"``, ``"early"``, ``"late"``, or a function that returns
             the rate of a step for its progress, the completed fraction of all updates in (0, 1]; by
@@ -177,10 +194,11 @@ class ExpertWeightAveraging:
 
     Raises:
         TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
-        ValueError: on arguments out of range, a share rate beside a function, an optimizer whose
-            steps cannot be followed, that trains none of the model's experts or has its averaging
-            already, or experts that cannot be averaged in place, see :func:`average_experts_`. If
-            they change so later, the next step raises before it moves a weight.
+        ValueError: if an argument is out of range; if a share rate is given beside a function; if
+            the optimizer's steps cannot be followed, or it trains none of the model's experts or
+            has its averaging already; if experts cannot be averaged in place, see
+            :func:`average_experts_`. If they change so later, the next step raises before it moves
+            a weight.
 
     Attributes:
         started: whether a step has been taken since this averaging was made.
@@ -205,27 +223,19 @@ class ExpertWeightAveraging:
                 "ExpertWeightAveraging.of(optimizer).remove()."
             )
         self.total_updates = total_updates
-        self.started = self._is_sought = False
+        self.started = False
+        self._is_sought = False
         self._layers = [weakref.ref(layer) for layer in moe_layers(model).values()]
-        self._share_rate, self._schedule = share_rate, schedule
+        self._share_rate = share_rate
+        self._schedule = schedule
         self._optimizer: Any = weakref.ref(optimizer)
-        self._due: list[tuple[Tensor, Rate]] = []  # at the end of the step that runs
+        # What is averaged at the end of the step that runs.
+        self._due: list[tuple[Tensor, Rate]] = []
         self._last_rate: Rate = 0.0
+
         layers = layers_of_trained_experts(optimizer, self.layers())
-        for layer in layers or self.layers():
-            if callable(schedule) or self._stated(layer)[0]:
-                _averageable(layer)  # raises
-        if not layers:
-            require_parameters(optimizer, model)
-            raise ValueError(
-                f"The optimizer trains no expert layer of this {type(model).__name__}."
-            )
-        if callable(schedule) and share_rate is not None:
-            raise ValueError(
-                "A schedule given as a function returns the rate itself: leave share_rate out."
-            )
-        if not callable(schedule):
-            self._rates(layers, 1.0)  # raises
+        self._validate(model, optimizer, layers)
+
         self._is_on_device = any(group.get("capturable") for group in optimizer.param_groups)
         device = next(layers[0].parameters()).device if self._is_on_device else "cpu"
         self._count = torch.tensor(stated_updates(optimizer), device=device)
@@ -236,15 +246,29 @@ class ExpertWeightAveraging:
         if is_primary():
             self._log_plan(layers)
 
+    def _validate(self, model: nn.Module, optimizer: Optimizer, layers: list[MoeMlp]) -> None:
+        """Raise ValueError if the trained layers, or the arguments for them, do not do."""
+        for layer in layers or self.layers():
+            if callable(self._schedule) or self._stated(layer)[0]:
+                _averageable(layer)  # raises
+        if not layers:
+            require_parameters(optimizer, model)
+            raise ValueError(
+                f"The optimizer trains no expert layer of this {type(model).__name__}."
+            )
+        if not callable(self._schedule):
+            self._rates(layers, 1.0)  # raises
+        elif self._share_rate is not None:
+            raise ValueError(
+                "A schedule given as a function returns the rate itself: leave share_rate out."
+            )
+
     def _log_plan(self, layers: list[MoeMlp]) -> None:
-        experts = "/".join(
-            str(number) for number in sorted({layer.num_experts for layer in layers})
-        )
-        course = (
-            "by a function"
-            if callable(self._schedule)
-            else "{:g}, schedule {}".format(*self._stated(layers[0]))
-        )
+        """Log how many experts are averaged, at which rate and for how long."""
+        numbers = sorted({layer.num_experts for layer in layers})
+        experts = "/".join(map(str, numbers))
+        rate, schedule = self._stated(layers[0])
+        course = "by a function" if callable(schedule) else f"{rate:g}, schedule {schedule}"
         after = f", continuing after update {self.updates}" if self.updates else ""
         _logger.info(
             f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer "
@@ -253,36 +277,38 @@ class ExpertWeightAveraging:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
-        """The averaging of an optimizer, or of one that shares its parameter groups, or None."""
+        """Return the averaging of an optimizer, or of one that shares its parameter groups."""
         groups = {id(group) for group in optimizer.param_groups}
         for averaging in living(ExpertWeightAveraging):
             owner = averaging._optimizer()
-            if owner is not None and (
-                owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups))
-            ):
+            if owner is None:
+                continue
+            if owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups)):
                 return averaging
         return None
 
     def layers(self) -> list[MoeMlp]:
-        """The expert layers that are averaged as long as the optimizer trains their experts."""
+        """Return the expert layers whose experts are averaged if the optimizer trains them."""
         return [layer for reference in self._layers if (layer := reference()) is not None]
 
     @property
     def share_rate(self) -> float:
-        """The rate of the last averaging in the first layer, 0 before the first."""
+        """The rate of the last averaging in the first layer; 0 before the first averaging."""
         return float(self._last_rate)
 
     @property
     def updates(self) -> int:
-        """Optimizer steps done so far: the count of this averaging, unless a state with another one was loaded."""
+        """Number of optimizer steps of the run so far, those before it was resumed included."""
         return int(self._counted())
 
     def _counted(self) -> Tensor:
-        """The count: that of a state that was loaded, so that no group holds this averaging's own tensor."""
+        """Return the count, a tensor () that all groups of the optimizer hold.
+
+        If no group holds this averaging's tensor, a state was loaded, and its count is taken.
+        """
         optimizer = self._optimizer()
-        counts = (
-            [] if optimizer is None else [group.get(UPDATES) for group in optimizer.param_groups]
-        )
+        groups = [] if optimizer is None else optimizer.param_groups
+        counts = [group.get(UPDATES) for group in groups]
         loaded = [count for count in counts if count is not None]
         if loaded and not any(count is self._count for count in loaded):
             self._count.fill_(max(map(int, loaded)))
@@ -291,11 +317,15 @@ class ExpertWeightAveraging:
         return self._count
 
     def _write_count(self) -> None:
-        for group in self._optimizer().param_groups:  # to all: any of them may be taken out
+        """Put the count into every group, since any of them may be taken out."""
+        for group in self._optimizer().param_groups:
             group[UPDATES] = self._count
 
     def seek(self, updates: int) -> None:
-        """Continue after this many updates, if no step has been taken and no count came with the optimizer."""
+        """Continue after this many updates.
+
+        The call does nothing if a step has been taken or the optimizer's state had a count.
+        """
         if self.started or self.updates:
             return
         self._is_sought = True
@@ -306,18 +336,21 @@ class ExpertWeightAveraging:
             )
 
     def remove(self) -> None:
-        """Stop averaging."""
+        """Stop averaging, for good."""
         self._steps.remove()
         unregister(self)
 
     def is_in_a_step(self) -> bool:
+        """Tell if a step of the optimizer, or of one that works by it, has begun and not ended."""
         return self._steps.are_running()
 
     def begin_step(self, optimizer: Optimizer, held: set[int]) -> None:
-        """Find what to average after a step, perhaps within another one's; the hook before every step calls this.
+        """Find what to average after a step; the hook before every step calls this.
+
+        A step within another optimizer's step changes nothing.
 
         Args:
-            optimizer: which steps.
+            optimizer: the optimizer that steps.
             held: the ids of its parameters.
 
         Raises:
@@ -336,21 +369,25 @@ class ExpertWeightAveraging:
             )
 
     def _experts_due(self, optimizer: Optimizer, held: set[int]) -> list[tuple[Tensor, Rate]]:
-        """The parameters to average at the end of the step that begins, with their rates."""
+        """Return the parameters to average at the end of the step that begins, with their rates."""
         layers = layers_of_trained_experts(optimizer, self.layers(), held)
         rates = self._rates(layers, self._progress())
         due: dict[int, tuple[Tensor, Rate]] = {}
         for layer, rate in zip(layers, rates, strict=True):
-            is_off = not isinstance(rate, Tensor) and rate == 0  # nothing is checked then
-            for stacked in (
-                dict(layer.named_expert_parameters()).values() if is_off else _averageable(layer)
-            ):
+            experts: list[Tensor] = [stacked for _, stacked in layer.named_expert_parameters()]
+            if isinstance(rate, Tensor) or rate != 0:
+                experts = _averageable(layer)
+            for stacked in experts:
                 if id(stacked) in held and stacked.requires_grad:
                     due.setdefault(id(stacked), (stacked, rate))
         return list(due.values())
 
     def _progress(self) -> Rate:
-        """The fraction of all updates that will be completed after the step that begins, at most 1."""
+        """Return the completed fraction of all updates after the step that begins, at most 1.
+
+        Raises:
+            RuntimeError: if a CUDA graph captures a step whose count is on the host.
+        """
         count = self._counted()
         if self._is_on_device:
             return ((count + 1) / self.total_updates).clamp(max=1)
@@ -363,11 +400,14 @@ class ExpertWeightAveraging:
         return min((int(count) + 1) / self.total_updates, 1.0)
 
     def _rates(self, layers: list[MoeMlp], progress: Any) -> list[Any]:
-        """The rate of each layer; ValueError if it is out of range."""
-        if callable(self._schedule):  # it is called once for a step
-            stated: list[tuple[float, Any]] = [(self._schedule(float(progress)), "constant")] * len(
-                layers
-            )
+        """Return the rate of each layer at a fraction of all updates.
+
+        Raises:
+            ValueError: if a rate is out of range.
+        """
+        stated: list[tuple[float, Any]]
+        if callable(self._schedule):  # A user's function is called once for a step.
+            stated = [(self._schedule(float(progress)), "constant")] * len(layers)
         else:
             stated = [self._stated(layer) for layer in layers]
         for (rate, _), layer in zip(stated, layers, strict=True):
@@ -380,17 +420,19 @@ class ExpertWeightAveraging:
         ]
 
     def _stated(self, layer: MoeMlp) -> tuple[float, Any]:
-        """Share rate and schedule of a layer: the arguments, and where they are None the layer's own."""
+        """Return share rate and schedule of a layer: this averaging's, or else the layer's own."""
         rate = layer.share_rate if self._share_rate is None else self._share_rate
-        return rate, layer.share_schedule if self._schedule is None else self._schedule
+        schedule = layer.share_schedule if self._schedule is None else self._schedule
+        return rate, schedule
 
-    @torch.compiler.disable  # the step of an optimizer may be compiled
+    @torch.compiler.disable  # The step of an optimizer may be compiled.
     @torch.no_grad()
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count the step and average; a hook after the step of each optimizer that is followed."""
         if not self._steps.end(optimizer):
             return
-        due, self._due = self._due, []
+        due = self._due
+        self._due = []
         if is_skipped(optimizer):
             return
         self.started = True
@@ -408,10 +450,14 @@ class ExpertWeightAveraging:
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
-    """Tell if the states count a step, beside the one by which torch makes them; not all optimizers count steps."""
-    steps = [state.get("step") for state in optimizer.state.values() if isinstance(state, dict)]
-    return any(
-        float(s) > 1
-        for s in steps
-        if isinstance(s, (int, float)) or (isinstance(s, Tensor) and s.numel() == 1)
-    )
+    """Tell if an optimizer's state counts a step.
+
+    torch makes a state by a first step, which does not count here. Not all optimizers count steps.
+    """
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    steps: list[Any] = [state.get("step") for state in states]
+    for step in steps:
+        is_scalar = isinstance(step, Tensor) and step.numel() == 1
+        if (is_scalar or isinstance(step, (int, float))) and float(step) > 1:
+            return True
+    return False

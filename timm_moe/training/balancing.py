@@ -1,4 +1,7 @@
-"""Steps of the balancing biases, :class:`timm_moe.layers.BalancingBias`, by the choices of all processes of a layer."""
+"""Steps of the balancing biases by the choices in all processes of a layer.
+
+The biases are :class:`timm_moe.layers.BalancingBias`.
+"""
 
 import gc
 from typing import Any
@@ -13,8 +16,8 @@ from ..layers.living import living
 from .optimizers import is_distributed, is_skipped, trained_layers
 from .router_losses import routed
 
-#: A class that trains a model as one over its process_group, beside DDP; by name, as it would take
-#: long to import.
+#: Name of the class that, beside DDP, trains a model as one over its process_group. Its import
+#: would take long.
 _FSDP1 = "FullyShardedDataParallel"
 
 
@@ -30,8 +33,8 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for layer in routed(trained_layers(optimizer, layers))
         if layer.router.balancing_bias.load is not None
     ]
-    # Without a choice there is nothing to do, as in an optimizer that works by one that has done
-    # it.
+    # Without a choice there is nothing to do. So it is in an optimizer that works by another one,
+    # whose step has moved the biases already.
     if not layers or is_skipped(optimizer):
         return
     for group, biases in _by_group(layers):
@@ -39,6 +42,7 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _move(biases: list[BalancingBias], groups: tuple[Any, ...]) -> None:
+    """Move biases by their loads, summed over the processes of some groups."""
     loads: list[Any] = [bias.load for bias in biases]
     if groups:
         total = torch.cat([load.to(loads[0].device) for load in loads])
@@ -50,7 +54,10 @@ def _move(biases: list[BalancingBias], groups: tuple[Any, ...]) -> None:
 
 
 def _by_group(layers: list[Any]) -> list[tuple[tuple[Any, ...], list[BalancingBias]]]:
-    """The biases of layers that the same processes hold, with the groups of these, one for each dimension of a mesh."""
+    """Return the biases of the layers that the same processes hold, with these processes' groups.
+
+    There is one group for each dimension of a mesh.
+    """
     together: dict[tuple[Any, ...], list[BalancingBias]] = {}
     for layer in layers:
         together.setdefault(_groups_of(layer), []).append(layer.router.balancing_bias)
@@ -58,10 +65,10 @@ def _by_group(layers: list[Any]) -> list[tuple[tuple[Any, ...], list[BalancingBi
 
 
 def _groups_of(layer: Any) -> tuple[Any, ...]:
-    """The process groups over which a layer is trained as one; none if this process trains it alone.
+    """Return the process groups over which a layer is trained as one.
 
-    They are the user's, who named them, the mesh's (FSDP2), or the group of the
-    DistributedDataParallel around it.
+    The user may have named them. Else they are the mesh's (FSDP2), or the group of the
+    DistributedDataParallel around the layer. There are none if this process trains it alone.
     """
     bias: BalancingBias = layer.router.balancing_bias
     if bias.process_groups is None and is_distributed():
@@ -70,7 +77,7 @@ def _groups_of(layer: Any) -> tuple[Any, ...]:
 
 
 def _mesh_groups(layer: Any) -> tuple[Any, ...]:
-    """The groups of the mesh over which a layer's router is spread, or else its experts."""
+    """Return the groups of the mesh over which a layer's router is spread, or else its experts."""
     parameters = (*layer.router.parameters(), *layer.parameters())
     meshes = (
         parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")
@@ -80,9 +87,12 @@ def _mesh_groups(layer: Any) -> tuple[Any, ...]:
 
 
 def _wrapper_groups(layer: Any) -> tuple[Any, ...]:
-    """The group of a wrapper around a layer. A layer knows no wrapper, so this looks at all objects of the process."""
+    """Return the process group of the wrapper around a layer, if there is one.
+
+    A layer does not know its wrappers, so this looks at all objects of the process.
+    """
     for each in gc.get_objects():
-        kind = type(each)  # isinstance would ask objects that import something when they are asked
+        kind = type(each)  # isinstance would make some objects import their libraries
         is_wrapper = issubclass(kind, DistributedDataParallel) or kind.__name__ == _FSDP1
         if is_wrapper and any(module is layer for module in each.modules()):
             return (each.process_group,)

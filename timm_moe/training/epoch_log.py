@@ -1,4 +1,4 @@
-"""Log of the experts in each epoch, in a file beside train.py's summary.csv: ``experts.json``."""
+"""Log of the experts in each epoch: ``experts.json``, a file beside train.py's summary.csv."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..convert.blocks import whole_experts
+from ..convert.blocks import is_sharded, whole_experts
 from ..files import read_text, write_json
 from ..layers import MoeMlp
 from ..layers.living import living
@@ -22,10 +22,15 @@ FILE = "experts.json"
 
 
 def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
-    """Add an epoch that ends to the file; later ones, which an earlier run left there, are taken out of it.
+    """Add an epoch that ends to the file.
 
-    Nothing is written if the optimizer trains no experts. Errors become warnings: they must not end
-    a run.
+    Later epochs, which an earlier run left there, are taken out of it. Nothing is written if the
+    optimizer trains no experts. An error of writing becomes a warning, as it must not end a run.
+
+    Args:
+        folder: folder of the file.
+        epoch: number of the epoch.
+        optimizer: optimizer of the run.
     """
     layers = trained_layers(optimizer, living(MoeMlp))
     if not layers:
@@ -35,7 +40,7 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     for layer in layers:
         path = layer.path or "experts"
         statistics[path] = {"spread": relative_distance_to_mean(layer)}
-        # None if it was not trained, or has no losses.
+        # There is no summary of a layer that was not trained, or has no losses.
         for summary in current_summaries({path: layer}).values():
             statistics[path] |= vars(summary)
     share_rate = None if averaging is None else averaging.share_rate
@@ -53,10 +58,10 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
     """Read the epochs of the file in their order; none if there is no such file.
 
     Returns:
-        Of each epoch its number ``epoch``, the ``share_rate`` of its last averaging (None without
-        one), and ``layers``:
-        of each its ``spread``, see :func:`relative_distance_to_mean`, and for routed layers
-        ``losses``, ``dropped`` and ``load``, see :class:`timm_moe.RoutingSummary`.
+        A dictionary for each epoch: its number ``epoch``, the ``share_rate`` of its last averaging
+        (None without one), and its ``layers`` by name. A layer has a ``spread``, see
+        :func:`relative_distance_to_mean`. A routed layer has ``losses``, ``dropped`` and ``load``
+        too, see :class:`timm_moe.RoutingSummary`.
 
     Raises:
         ValueError: if the file is damaged.
@@ -78,16 +83,18 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def relative_distance_to_mean(layer: MoeMlp) -> float | None:
-    """Root of the mean squared distance of the experts from their mean, divided by the norm of the mean.
+    """Return how far the experts are apart, relative to their mean.
 
-    All weights of an expert count as one vector. 0 if all experts are equal; about ``sqrt(E - 1)``
-    if they are independent. None if they are not in one piece (FSDP), or the mean is 0.
+    It is the root of the mean squared distance of the experts from their mean, divided by the norm
+    of the mean. All weights of an expert count as one vector. The result is 0 if all experts are
+    equal, and about ``sqrt(E - 1)`` if they are independent. It is None if they are not in one
+    piece (FSDP), or the mean is 0.
     """
     try:
         stacked = list(whole_experts(layer).values())
     except ValueError:
         return None
-    if any(hasattr(tensor, "placements") for tensor in stacked):  # this process holds a part
+    if any(map(is_sharded, stacked)):
         return None
     means = [tensor.float().mean(0) for tensor in stacked]
     distance = sum(

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..convert.blocks import ModelT, moe_layers
-from ..layers import EwaMlp
+from ..layers import EwaMlp, MoeMlp
 from ..layers.expert_dispatcher import AllToAllDispatcher, Dispatcher
 
 
@@ -19,28 +19,44 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
     adds up their weights.
 
     Parameters of experts become DTensors, ``Shard(0)`` on the mesh. Shard the rest of the model
-    afterwards, by
-    ``fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))``,
-    and make the optimizer last. Gradients of experts are means over the processes, as all gradients
-    are under FSDP.
+    afterwards, by ``fully_shard(model, mesh=mesh,
+    ignored_params=set(timm_moe.expert_parameters(model).values()))``, and make the optimizer last.
+    Gradients of experts are means over the processes, as all gradients are under FSDP.
 
     Args:
-        model: with the same weights in all processes, before ``fully_shard``.
+        model: a model with the same weights in all processes, before ``fully_shard``.
         mesh: one dimension of a ``DeviceMesh``, as ``mesh["ep"]``, whose size divides E.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: for another mesh or number of experts, or a model without experts, parallelized
-            or sharded before, or with experts that are adapted (PEFT) or computed (pruned); nothing
-            is then changed.
+        ValueError: if the mesh has more dimensions, or a size that does not divide the number of
+            experts; if the model has no experts, or was parallelized or sharded before; if its
+            experts are adapted (PEFT) or computed (pruned). Nothing is then changed.
     """
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no experts to parallelize.")
+    _check(layers, mesh)
+    for layer in layers.values():
+        # An optimizer that was made before would leave the new parameters untrained. Its first step
+        # refuses the layer, which remembers the old ones.
+        old = [stacked for _, stacked in layer.named_expert_parameters()]
+        layer.replaced += tuple(map(weakref.ref, old))
+        _spread(layer, mesh)
+        if isinstance(layer, EwaMlp):
+            layer.dispatcher = Dispatcher(mesh)
+            layer.router.num_experts = layer.num_experts // mesh.size()
+        else:
+            layer.dispatcher = AllToAllDispatcher(mesh)
+    return model
+
+
+def _check(layers: dict[str, MoeMlp], mesh: Any) -> None:
+    """Raise ValueError if the experts of a layer cannot be spread over a mesh."""
+    from torch.distributed.tensor import DTensor
+
     if mesh.ndim != 1:
         raise ValueError(
             f"Experts are spread over one dimension of a mesh, got {mesh.ndim}: give it as "
@@ -59,18 +75,14 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
                 f"{name} is sharded or parallelized already: call parallelize_experts once, and "
                 "first."
             )
-    for layer in layers.values():
-        # An optimizer made before would leave the experts untrained: its first step refuses these.
-        layer.replaced += tuple(
-            weakref.ref(stacked) for _, stacked in layer.named_expert_parameters()
-        )
-        for name, stacked in layer.named_expert_parameters():
-            path, _, own = name.rpartition(".")
-            spread = nn.Parameter(
-                distribute_tensor(stacked.detach(), mesh, [Shard(0)]), stacked.requires_grad
-            )
-            layer.get_submodule(path).register_parameter(own, spread)
-        layer.dispatcher = (Dispatcher if isinstance(layer, EwaMlp) else AllToAllDispatcher)(mesh)
-        if isinstance(layer, EwaMlp):
-            layer.router.num_experts = layer.num_experts // mesh.size()
-    return model
+
+
+def _spread(layer: MoeMlp, mesh: Any) -> None:
+    """Replace the experts of a layer by DTensors that are sharded over a mesh."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for name, stacked in layer.named_expert_parameters():
+        path, _, own = name.rpartition(".")
+        part = distribute_tensor(stacked.detach(), mesh, [Shard(0)])
+        spread = nn.Parameter(part, stacked.requires_grad)
+        layer.get_submodule(path).register_parameter(own, spread)

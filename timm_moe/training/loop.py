@@ -23,16 +23,16 @@ _logger = logging.getLogger(__name__)
 def start_averaging(
     model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0
 ) -> "Started | None":
-    """Start the averaging of a run, at the rates and by the schedules that its expert layers were created with.
+    """Start the averaging of a run, as the options of its expert layers say.
 
     Args:
-        model: to be trained.
-        optimizer: of the run, with its state if the run is resumed.
-        total_updates: optimizer steps in the whole run.
-        updates: those done before. Where the optimizer's state was loaded before this call, its own
-            count holds, which leaves out steps that a GradScaler skipped. 0 is the start of a run:
-            a count that the optimizer has from an earlier one is dropped, as is an averaging that
-            this function started for the optimizer before.
+        model: the model to be trained.
+        optimizer: the optimizer of the run, with its state if the run is resumed.
+        total_updates: number of optimizer steps in the whole run.
+        updates: number of the steps done before. Where the optimizer's state was loaded before this
+            call, its own count holds, which leaves out steps that a GradScaler skipped. 0 is the
+            start of a run: a count that the optimizer has from an earlier run is dropped, and so is
+            an averaging that this function started for the optimizer before.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`
@@ -44,7 +44,7 @@ def start_averaging(
             parameters, and as :class:`ExpertWeightAveraging`.
     """
     layers = list(moe_layers(model).values())
-    for layer in routed(layers):  # an earlier run may have ended amid a forward
+    for layer in routed(layers):  # An earlier run may have ended amid a forward.
         layer.router.forget()
         layer.router.totals.is_complete = True
     if not layers:
@@ -58,20 +58,26 @@ def start_averaging(
         return None
     optimizer = with_hooks(optimizer)
     if not layers_of_trained_experts(optimizer, averaged):
-        if any(
-            stacked.requires_grad
-            for layer in averaged
-            for _, stacked in layer.named_expert_parameters()
-        ):
+        experts = [stacked for layer in averaged for _, stacked in layer.named_expert_parameters()]
+        if any(stacked.requires_grad for stacked in experts):
             require_parameters(optimizer, model)
         return None
+
     if not math.isfinite(total_updates) or total_updates < 1:
         raise ValueError(
             "The schedule of expert weight averaging needs the number of optimizer steps of the "
             f"run, got {total_updates}: give the run a number of steps or epochs."
         )
+    _end_earlier(optimizer, updates)
+    averaging = Started(model, optimizer, total_updates=int(total_updates))
+    averaging.seek(updates)
+    return averaging
+
+
+def _end_earlier(optimizer: Optimizer, updates: int) -> None:
+    """End the averaging of an earlier run by an optimizer, before a run begins."""
     earlier = ExpertWeightAveraging.of(optimizer)
-    if isinstance(earlier, Started):  # that run began again, as after it ran out of memory
+    if isinstance(earlier, Started):  # The same run begins again, e.g. after it lacked memory.
         earlier.remove()
     elif not updates and stated_updates(optimizer):
         _logger.warning(
@@ -79,13 +85,14 @@ def start_averaging(
         )
     if not updates:
         forget_updates(optimizer)
-    averaging = Started(model, optimizer, total_updates=int(total_updates))
-    averaging.seek(updates)
-    return averaging
 
 
 class Started(ExpertWeightAveraging):
-    """Averaging of a run, or of a trial before one, which ends where another run by the same optimizer begins."""
+    """Averaging of a run, which ends where the next run by the same optimizer begins.
+
+    Attributes:
+        is_trial: whether the run is a trial of a search, as for a learning rate.
+    """
 
     is_trial = False
 
@@ -94,10 +101,10 @@ def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Ten
     """Add the router losses of the forwards that computed a training loss.
 
     Args:
-        model: that computed it.
+        model: the model that computed the loss.
         loss: a scalar.
-        scale: of the router losses, where the loss was divided by the number of accumulated batches
-            already.
+        scale: factor of the router losses: 1 / N where ``loss`` was divided by the number N of
+            accumulated batches already.
 
     Returns:
         The sum; the loss itself in eval mode, without routers, or where
@@ -109,8 +116,9 @@ def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Ten
 def expert_statistics(
     model: nn.Module, averaging: ExpertWeightAveraging | None = None
 ) -> dict[str, float]:
-    """Statistics for a log by name: of each router that recorded since the last call, and the last share rate.
+    """Return statistics for a log, by name.
 
+    They are those of each router that recorded since the last call, and the last share rate.
     ``router/blocks.1.mlp/balance_loss`` is a loss without its weight, ``.../dropped`` the fraction
     of choices beyond the capacities, ``.../load_max`` the fraction of all choices that fell on the
     most chosen expert.

@@ -12,9 +12,12 @@ from ..layers import MoeMlp
 def trained_layers(
     optimizer: Optimizer, layers: Iterable[MoeMlp], trained: set[int] | None = None
 ) -> list[MoeMlp]:
-    """Select the layers that have a parameter among the optimizer's, be it their router's.
+    """Select the layers of which an optimizer holds a parameter, be it their router's.
 
-    ``trained`` are the ids of its parameters, for those who have them.
+    Args:
+        optimizer: the optimizer.
+        layers: the layers.
+        trained: ids of the optimizer's parameters, from a caller who has them.
     """
     ids = parameter_ids(optimizer) if trained is None else trained
     return [
@@ -25,22 +28,27 @@ def trained_layers(
 def layers_of_trained_experts(
     optimizer: Optimizer, layers: Iterable[MoeMlp], trained: set[int] | None = None
 ) -> list[MoeMlp]:
-    """Select the layers whose experts are among the optimizer's parameters, or are computed from some of them."""
+    """Select the layers whose experts are parameters of an optimizer, or are computed from some.
+
+    Args:
+        optimizer: the optimizer.
+        layers: the layers.
+        trained: ids of the optimizer's parameters, from a caller who has them.
+    """
     ids = parameter_ids(optimizer) if trained is None else trained
 
     def are_trained(layer: MoeMlp) -> bool:
-        others = ("router", "shared")
-        return any(
-            id(p) in ids
-            for name, p in layer.named_parameters()
-            if name.partition(".")[0] not in others
-        )
+        for name, parameter in layer.named_parameters():
+            is_of_experts = name.partition(".")[0] not in ("router", "shared")
+            if is_of_experts and id(parameter) in ids:
+                return True
+        return False
 
-    return list(filter(are_trained, layers))
+    return [layer for layer in layers if are_trained(layer)]
 
 
 def parameter_ids(optimizer: Optimizer) -> set[int]:
-    """The ids of the parameters of an optimizer."""
+    """Return the ids of the parameters of an optimizer."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
@@ -55,13 +63,19 @@ def require_parameters(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def is_skipped(optimizer: Optimizer) -> bool:
-    """Return True while a GradScaler steps a fused optimizer that leaves its parameters, as a gradient overflowed."""
+    """Tell if the optimizer's step leaves the parameters as they are, since a gradient overflowed.
+
+    A GradScaler calls the step of a fused optimizer in this case too.
+    """
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
 
 
 def is_first_time(optimizer: Optimizer, warning: str) -> bool:
-    """Return True the first time a warning is due for an optimizer; noted on the optimizer, not in its state."""
+    """Return True the first time that a warning is due for an optimizer.
+
+    This is noted on the optimizer, not in its state.
+    """
     given = vars(optimizer).setdefault("_timm_moe_warnings", set())
     is_first = warning not in given
     given.add(warning)

@@ -1,4 +1,4 @@
-"""Expert models that outgrow one device: which part of the experts each process holds under FSDP2."""
+"""Placement of the experts under FSDP2: which part of them each process holds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..convert.blocks import expert_parameters
+from ..convert.blocks import expert_parameters, is_sharded
 
 
 def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
@@ -18,7 +18,7 @@ def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
     demands that the number of processes divides it.
 
     Args:
-        model: before ``fully_shard`` has seen it.
+        model: the model, before ``fully_shard`` has seen it.
 
     Returns:
         A ``shard_placement_fn`` for ``torch.distributed.fsdp.fully_shard`` of the model or of parts
@@ -26,7 +26,7 @@ def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
     """
     from torch.distributed.tensor import Shard
 
-    # Weak references: once sharded, the whole parameters must not stay in memory.
+    # References are weak, since the whole parameters must not stay in memory once they are sharded.
     experts = WeakIdKeyDictionary(dict.fromkeys(expert_parameters(model).values()))
 
     def place(parameter: nn.Parameter) -> Shard | None:
@@ -38,12 +38,15 @@ def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
 
 
 def local_part(stacked: Any) -> Tensor:
-    """Return the part of a stacked parameter, (E, ...), that this process holds; it shares the memory."""
-    return stacked.to_local() if hasattr(stacked, "placements") else stacked
+    """Return the part of a stacked parameter, (E, ...), that this process holds.
+
+    It shares the parameter's memory.
+    """
+    return stacked.to_local() if is_sharded(stacked) else stacked
 
 
 def sum_over_experts(stacked: Any) -> Tensor:
-    """Sum a stacked parameter, (E, ...), over all experts, of which processes may hold a part each; (1, ...)."""
+    """Sum a stacked parameter, (E, ...), over all experts of all processes, to (1, ...)."""
     total = local_part(stacked).sum(0, keepdim=True)
     for dim, placement in enumerate(getattr(stacked, "placements", ())):
         if placement.is_shard(0):

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def routed_layers(model: nn.Module) -> list[Any]:
-    """The expert layers of a model, however wrapped, whose routers have losses."""
+    """Return the expert layers of a model, which may be wrapped, whose routers have losses."""
     return routed(find(MoeMlp, unwrapped(model)))
 
 
@@ -35,10 +35,10 @@ def routed(layers: Iterable[MoeMlp]) -> list[Any]:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Sum the weighted losses of the routers in the model's last training forward, for the training loss.
+    """Sum the weighted router losses of the model's last training forward, for the training loss.
 
-    Call it once after each forward. The sum counts as added: a second call gives zero. If a part of
-    the model was called instead, as ``forward_features``, the sum is over all forwards since the
+    Call it once after each forward. The sum counts as added, so a second call gives zero. If a part
+    of the model was called instead, as ``forward_features``, the sum is over all forwards since the
     last call. timm's train.py and any ``timm.task.TrainingTask`` add it by themselves.
 
     Returns:
@@ -53,8 +53,12 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 def take_losses(layers: list[Any]) -> Tensor | None:
-    """Sum the losses that wait in layers, which counts as added; None if no record waits."""
-    if not torch.is_grad_enabled():  # they go on waiting
+    """Sum the losses that wait in layers; they count as added then.
+
+    Returns:
+        A scalar, or None if no record waits.
+    """
+    if not torch.is_grad_enabled():  # The losses go on waiting.
         return None
     taken = [(layer, record) for layer in layers for record in layer.router.take()]
     _keep_statistics(taken)
@@ -63,7 +67,7 @@ def take_losses(layers: list[Any]) -> Tensor | None:
     losses = [record.weighted_loss for _, record in taken if record.weighted_loss is not None]
     if not losses:
         return torch.zeros((), device=taken[0][1].load_GE.device)
-    # Blocks may be on several GPUs.
+    # Blocks may be on several GPUs, so the sum is on the device of the last one.
     return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
 
 
@@ -75,7 +79,9 @@ def add_losses(layers: list[Any], loss: Tensor, scale: float = 1.0) -> Tensor:
 
 @contextmanager
 def gathering(task: nn.Module) -> Iterator[list[Any]]:
-    """Let the routers gather the records of all forwards of a training task; if it fails, they drop them.
+    """Let the routers gather the records of all forwards of a training task.
+
+    If the task fails, its records are dropped.
 
     Yields:
         The task's layers with losses, for :func:`take_losses` after the block.
@@ -100,7 +106,7 @@ def drop_losses(layers: list[Any]) -> None:
 
 
 def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMlp]) -> None:
-    """Clear the layers that an optimizer trains as it steps; see to it that in others nothing piles up.
+    """Clear the routers of the layers that an optimizer trains as it steps.
 
     Raises:
         RuntimeError: if losses of routers that it trains wait.
@@ -150,7 +156,7 @@ def _copies(tensors: list[Tensor]) -> Iterable[Tensor]:
 
 
 def _warn_of_not_finite(layer: Any) -> None:
-    """Warn of NaN or Inf in the logits since the last look; this waits for the device."""
+    """Warn of NaN or Inf in the logits since the last call; this waits for the device."""
     bad, forwards = layer.router.totals.not_finite()
     if bad:
         _logger.warning(
@@ -160,14 +166,14 @@ def _warn_of_not_finite(layer: Any) -> None:
 
 
 def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingSummary]:
-    """Average the router losses, the dropped choices and the load of each expert over the training forwards.
+    """Average what the routers of a model recorded over the training forwards.
 
-    Forwards count once their losses were added (by :func:`auxiliary_loss` or a timm training task),
-    in this process, since the start, the last reset, or the last end of an epoch of timm's
-    scheduler.
+    That is their losses, the dropped choices and the load of each expert. Forwards count once their
+    losses were added (by :func:`auxiliary_loss` or a timm training task), in this process, since
+    the start, the last reset, or the last end of an epoch of timm's scheduler.
 
     Args:
-        model: holds routed expert layers.
+        model: a model with routed expert layers.
         reset: start new averages afterwards.
 
     Returns:
@@ -190,7 +196,7 @@ def _recorded(layers: dict[str, MoeMlp]) -> dict[str, Any]:
 
 
 def current_summaries(layers: dict[str, MoeMlp]) -> dict[str, RoutingSummary]:
-    """The summary of each layer that recorded since its last epoch ended."""
+    """Return the summary of each layer that recorded since its last epoch ended."""
     return {
         name: layer.router.totals.summary()
         for name, layer in _recorded(layers).items()
@@ -199,7 +205,10 @@ def current_summaries(layers: dict[str, MoeMlp]) -> dict[str, RoutingSummary]:
 
 
 def log_epoch(optimizer: Optimizer) -> None:
-    """Log the summary of each router that the optimizer trains, and start new averages; done at the end of an epoch."""
+    """Log the summary of each router that the optimizer trains, and start new averages.
+
+    This is called at the end of an epoch.
+    """
     for layer in routed(trained_layers(optimizer, living(MoeMlp))):
         totals = layer.router.totals
         if totals.forwards and not totals.is_complete:

@@ -1,12 +1,14 @@
 """Hooks around every optimizer step of the process: all of it begins in :func:`before_step`.
 
-========  ==============================================================================================
-before    experts that the optimizer does not know, or whose state is a dense model's, are refused
-          router losses that nobody added are refused; else the routers are cleared
-          experts that have a share rate and nothing averages are told of
-after     the experts are averaged, see :mod:`timm_moe.training.averaging`
-          balancing biases move by the choices since the last step
-========  ==============================================================================================
+=======  ==========================================================================================
+when     what happens
+=======  ==========================================================================================
+before   experts that the optimizer does not know are refused, and the state of a dense model
+before   router losses that nobody added are refused; else the routers are cleared
+before   a warning names experts that have a share rate but that nothing averages
+after    the experts are averaged, see :mod:`timm_moe.training.averaging`
+after    balancing biases move by the choices since the last step
+=======  ==========================================================================================
 """
 
 import logging
@@ -25,7 +27,7 @@ from .router_losses import end_forwards, routed
 _logger = logging.getLogger(__name__)
 
 
-@torch.compiler.disable  # the step of an optimizer may be compiled
+@torch.compiler.disable  # The step of an optimizer may be compiled.
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Do what is due before a step; a pre-hook of every optimizer's step.
 
@@ -40,17 +42,21 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
+    """Do what is due before a step in a process with expert layers."""
     held = parameter_ids(optimizer)
     trained = trained_layers(optimizer, layers, held)
     others = [layer for layer in layers if layer not in trained]
+
     _refuse_older(optimizer, layers, held)
     _refuse_dense_state(optimizer, trained)
+
     averaging = ExpertWeightAveraging.of(optimizer)
     if averaging is not None:
         averaging.begin_step(optimizer, held)
     for layer in trained:
         layer.forwards_since_step = 0
     _warn_without_averaging(optimizer, averaging, layers)
+
     end_forwards(optimizer, trained, others)
     has_biases = any(layer.router.balancing_bias is not None for layer in routed(trained))
     if has_biases and is_first_time(optimizer, "balancing"):
@@ -58,14 +64,17 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
 
 
 def _refuse_older(optimizer: Optimizer, layers: list[MoeMlp], held: set[int]) -> None:
-    """Raise ValueError if an optimizer holds weights of a dense network whose place experts took, and not these."""
+    """Refuse an optimizer that holds the parameters whose place experts took, but not the experts.
+
+    Raises:
+        ValueError: if the optimizer is so.
+    """
     for layer in layers:
-        replaced = any(
-            id(parameter) in held
-            for reference in layer.replaced
-            if (parameter := reference()) is not None
+        replaced = [reference() for reference in layer.replaced]
+        holds_replaced = any(
+            parameter is not None and id(parameter) in held for parameter in replaced
         )
-        if not replaced or layers_of_trained_experts(optimizer, [layer], held):
+        if not holds_replaced or layers_of_trained_experts(optimizer, [layer], held):
             continue
         if any(stacked.requires_grad for _, stacked in layer.named_expert_parameters()):
             raise ValueError(
@@ -76,17 +85,22 @@ def _refuse_older(optimizer: Optimizer, layers: list[MoeMlp], held: set[int]) ->
 
 
 def _refuse_dense_state(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
-    """Raise ValueError if the state that an optimizer loaded belongs to the dense model."""
+    """Refuse an optimizer whose loaded state belongs to the dense model.
+
+    Fused steps would write beyond the end of its tensors.
+
+    Raises:
+        ValueError: if the state is so.
+    """
     attributes = vars(optimizer)
-    # Torch loads a state into another object.
+    # torch loads a state into a new object, so each object is looked at once.
     if attributes.get("_timm_moe_checked") is optimizer.state:
         return
     attributes["_timm_moe_checked"] = optimizer.state
     for stacked in (stacked for layer in trained for _, stacked in layer.named_expert_parameters()):
-        # ZeroRedundancyOptimizer has None for other processes' parts.
+        # ZeroRedundancyOptimizer has None for parameters of other processes.
         state = optimizer.state.get(stacked) or {}
         moment = state.get("exp_avg", state.get("momentum_buffer"))
-        # Fused steps would write beyond its end.
         if moment is not None and moment.shape == stacked.shape[1:]:
             raise ValueError(
                 "The optimizer's state that was loaded is that of a dense model, not of its "
@@ -98,7 +112,7 @@ def _warn_without_averaging(
     optimizer: Optimizer, own: ExpertWeightAveraging | None, layers: list[MoeMlp]
 ) -> None:
     """Warn once of experts that have a share rate and are trained, but not averaged."""
-    # The step may be a part of another optimizer's.
+    # The step may be a part of another optimizer's step, which averages.
     averagings = [
         each for each in living(ExpertWeightAveraging) if each is own or each.is_in_a_step()
     ]
@@ -106,13 +120,12 @@ def _warn_without_averaging(
     left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     if not left_out:
         return
+    # FSDP1 leaves a layer no parameter, so nobody knows which optimizer trains it.
     flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
-    names = [
-        layer.path or "an expert layer"
-        for layer in (*layers_of_trained_experts(optimizer, left_out), *flat)
-    ]
-    # torch makes an optimizer's state by a step at rate 0. The rate may be on a GPU: ask only where
-    # it matters.
+    trained = layers_of_trained_experts(optimizer, left_out)
+    names = [layer.path or "an expert layer" for layer in (*trained, *flat)]
+    # torch makes an optimizer's state by a step at rate 0, which needs no averaging. The rate may
+    # be on a GPU, so it is read only where it matters.
     is_due = names and any(group.get("lr") != 0 for group in optimizer.param_groups)
     if is_due and is_first_time(optimizer, "not averaged"):
         _logger.warning(

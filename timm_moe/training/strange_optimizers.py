@@ -1,4 +1,7 @@
-"""Averaging of optimizers that work by others, or keep weights beside the parameters: a reader may skip this."""
+"""Averaging with optimizers that work by others, or keep weights beside the parameters.
+
+A reader may skip this module.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -7,24 +10,24 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-#: Sequences of weights that optimizers keep in a parameter's state, by an entry that tells the
-#: optimizer.
+#: Sequences of weights that optimizers keep in a parameter's state, by the entry that shows that an
+#: optimizer is of this kind.
 _SEQUENCES = {
-    "z": ("x", "y", "z"),  # schedule-free ones
+    "z": ("x", "y", "z"),  # schedule-free optimizers
     "lookahead_slow_buff": ("lookahead_slow_buff",),
 }
-#: Those, and of MADGRAD.
+#: All such entries, and MADGRAD's.
 _ENTRIES = {*_SEQUENCES, "x0"}
 
 
 def with_hooks(optimizer: Any) -> Optimizer:
-    """The optimizer that really steps, with torch's step hooks.
+    """Return the optimizer that really steps, with torch's step hooks.
 
     Raises:
         TypeError: if it is not a torch.optim.Optimizer.
         ValueError: if its step was replaced before it had hooks.
     """
-    # Accelerate's, whose step may be skipped: the one inside counts.
+    # Accelerate wraps an optimizer and may skip its step, so the wrapped one counts.
     while hasattr(optimizer, "step_was_skipped"):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
@@ -44,16 +47,16 @@ def with_hooks(optimizer: Any) -> Optimizer:
 
 
 def _is_hooked(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(
-        type(optimizer).step, "hooked"
-    )
+    """Tell if an optimizer has torch's step hooks."""
+    has_hooks = hasattr(optimizer, "_optimizer_step_post_hooks")
+    return has_hooks and hasattr(type(optimizer).step, "hooked")
 
 
 def _install_hooks(optimizer: Optimizer) -> None:
     """Give step hooks to an optimizer, and to those that it works by."""
     if not _is_hooked(optimizer):
-        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks; this
-        # does, too.
+        # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks.
+        # __setstate__ installs them too.
         optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
     for inner in vars(optimizer).values():
         if isinstance(inner, Optimizer) and not _is_hooked(inner):
@@ -61,13 +64,15 @@ def _install_hooks(optimizer: Optimizer) -> None:
 
 
 class Steps:
-    """Steps of optimizers that work by one another: timm's Lookahead, SAM. Mostly there is one optimizer.
+    """Steps of optimizers that work by one another, as timm's Lookahead and SAM do.
+
+    Mostly there is one optimizer.
 
     Args:
-        after_step: post-hook of the step of each of them.
+        after_step: post-hook of the step of each optimizer.
 
     Attributes:
-        optimizers: those that were followed so far, held weakly.
+        optimizers: the optimizers that were followed so far, held weakly.
     """
 
     def __init__(self, after_step: Callable[[Optimizer, Any, Any], None]):
@@ -86,21 +91,23 @@ class Steps:
             handle.remove()
 
     def begin(self, optimizer: Optimizer) -> bool:
-        """Note that a step begins; tell if it is no part of another one's."""
+        """Note that a step begins; tell if it is no part of another optimizer's step."""
         self.follow(optimizer)
-        if optimizer in self._begun:  # none steps twice within a step: an earlier one has raised
+        # No optimizer steps twice within a step, so an earlier step has raised an error.
+        if optimizer in self._begun:
             self._begun = []
         self._begun.append(optimizer)
         return len(self._begun) == 1
 
     def end(self, optimizer: Optimizer) -> bool:
-        """Note that a step ends; tell if it is the outermost."""
+        """Note that a step ends; tell if it is the outermost step."""
         is_outermost = self._begun[:1] == [optimizer]
         if is_outermost:
             self._begun = []
         return is_outermost
 
     def are_running(self) -> bool:
+        """Tell if a step has begun and the outermost step has not ended."""
         return bool(self._begun)
 
 
@@ -109,17 +116,19 @@ def average_kept_(
     due: list[tuple[Tensor, Any]],
     average_all_: Callable[[Iterable[tuple[Tensor, Any]]], None],
 ) -> None:
-    """Average the weights that optimizers keep beside parameters, which would undo their averaging.
+    """Average the weights that optimizers keep beside the parameters.
+
+    Otherwise they would undo the averaging of the parameters.
 
     Args:
-        optimizers: that may hold some in their states.
+        optimizers: optimizers that may hold such weights in their states.
         due: parameters (E, ...) with their share rates.
         average_all_: averages such a list.
     """
     kept = {}
     for optimizer in optimizers:
         for stacked, rate in due:
-            # ZeroRedundancyOptimizer has None for others' parts.
+            # ZeroRedundancyOptimizer has None for parameters of other processes.
             state = optimizer.state.get(stacked) or {}
             if _ENTRIES.isdisjoint(state):
                 continue
@@ -128,22 +137,27 @@ def average_kept_(
                 if isinstance(weights, Tensor) and weights.shape == stacked.shape:
                     kept[id(weights)] = (weights, rate)
             if "x0" in state:
-                groups = (
-                    group
-                    for group in optimizer.param_groups
-                    if any(p is stacked for p in group["params"])
-                )
-                z = _target(state, next(groups)["eps"])
-                averaged = z.clone()
+                target = _target_of_madgrad(state, _eps_of(optimizer, stacked))
+                averaged = target.clone()
                 average_all_([(averaged, rate)])
-                state["x0"] += averaged - z
+                state["x0"] += averaged - target
     average_all_(kept.values())
 
 
-def _target(state: dict[str, Tensor], eps: float) -> Tensor:
-    """Compute what MADGRAD pulls a parameter to: z, the start x0 minus a sum of gradients over their size.
+def _eps_of(optimizer: Optimizer, stacked: Tensor) -> float:
+    """Return the eps of the group of an optimizer that holds a parameter."""
+    return next(
+        group["eps"]
+        for group in optimizer.param_groups
+        if any(parameter is stacked for parameter in group["params"])
+    )
 
-    The size is each expert's own, so that the mean of z stays only if z itself is averaged: the
-    start moves by as much as z. (Without momentum the start follows from the parameter.)
+
+def _target_of_madgrad(state: dict[str, Tensor], eps: float) -> Tensor:
+    """Compute z, to which MADGRAD pulls a parameter.
+
+    z is the start x0 minus a sum of gradients over their size. The size is each expert's own, so
+    the mean of z stays only if z itself is averaged. For that the start moves by as much as z.
+    Without momentum the start follows from the parameter.
     """
     return state["x0"] - state["s"] / (state["grad_sum_sq"].pow(1 / 3) + eps)
