@@ -1,4 +1,7 @@
-"""Compiled training of whole models: one graph, compiled once, and eager mode's weights after some steps."""
+"""Compiled training of whole models.
+
+There is one graph, compiled once, and after some steps the weights are those of eager mode.
+"""
 
 import pytest
 import torch
