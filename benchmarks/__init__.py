@@ -1,1 +1,4 @@
-"""Benchmarks against dense models and other packages: ``python -m benchmarks``, docs/generated/benchmarks.md."""
+"""Benchmarks against dense models and other packages.
+
+``python -m benchmarks`` writes docs/generated/benchmarks.md.
+"""

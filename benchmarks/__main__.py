@@ -1,4 +1,7 @@
-"""The command ``python -m benchmarks [SUITE ...]``: measures, and writes results, report and charts."""
+"""The command ``python -m benchmarks [SUITE ...]``.
+
+It measures, and writes results, report and charts.
+"""
 
 import argparse
 import dataclasses
@@ -27,7 +30,7 @@ NEUTRAL_ALLOCATOR = {
 }
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-#: Settings of each suite, where they differ from the defaults; the allocator matters only on CPUs.
+#: Settings of each suite where they differ from the defaults. The allocator matters only on CPUs.
 PLAN = {
     "layers": [
         dict(dtype=dtype, mode=mode, allocator=allocator, rounds=7)
@@ -59,7 +62,7 @@ PLAN = {
     "imports": [{}],
     "exporting": [dict(rounds=5)],
 }
-#: Suites of one device: three use no GPU; two are too large for a CPU.
+#: Suites of one device: three use no GPU, and two are too large for a CPU.
 DEVICES = {"host": "cpu", "modes": "cuda", "imports": "cpu", "exporting": "cpu", "papers": "cuda"}
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Setting)}
@@ -90,7 +93,10 @@ def main() -> None:
         "--minutes",
         type=float,
         metavar="N",
-        help="begin no contest after N minutes; the same command goes on, without the contests that it has timed",
+        help=(
+            "begin no contest after N minutes; the same command goes on, without the contests that "
+            "it has timed"
+        ),
     )
     parser.add_argument(
         "--report", action="store_true", help="measure nothing, write the report of earlier results"
@@ -113,9 +119,16 @@ def main() -> None:
 
 
 def _measure_all(pieces: list[tuple[str, dict[str, Any]]], minutes: float | None) -> list[str]:
-    """Measure suites in their settings, with a limit of time what is missing; returns the suites that failed."""
-    until, failed = time.time() + 60 * minutes if minutes else None, []
-    # It takes minutes.
+    """Measure suites in their settings.
+
+    With a limit of time only what is missing is measured.
+
+    Returns:
+        The suites that failed.
+    """
+    until = time.time() + 60 * minutes if minutes else None
+    failed = []
+    # Compiled settings come last, as compiling takes minutes.
     for suite, setting in sorted(pieces, key=lambda piece: piece[1].get("mode") == "compiled"):
         path = FOLDER / "results" / f"{_machine(setting['device'])}.json"
         if minutes and begin(suite, setting, path)["whole"]:

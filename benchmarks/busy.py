@@ -40,18 +40,19 @@ def _line(entry: str, work: Work, setting: Setting) -> str:
     synchronize(setting)
     wall = (time.perf_counter() - start) / TIMED
     busy, number = _kernels(work, setting)
-    return f"{entry}: {wall * 1e3:.2f} ms a step, {number} kernels of {busy * 1e3:.2f} ms, busy {busy / wall:.3f}"
+    kernels = f"{number} kernels of {busy * 1e3:.2f} ms"
+    return f"{entry}: {wall * 1e3:.2f} ms a step, {kernels}, busy {busy / wall:.3f}"
 
 
 def _kernels(work: Work, setting: Setting) -> tuple[float, int]:
-    """Seconds and number of the kernels of a step."""
+    """Return the seconds and the number of the kernels of a step."""
     on_gpu = setting.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         for _ in range(PROFILED):
             work()
         synchronize(setting)
-    # The range of an optimizer's step is noted on the GPU too, over its kernels.
+    # An optimizer's step is also noted on the GPU, as a range over its kernels.
     events = [event for event in profiler.events() or [] if not event.is_user_annotation]
     if on_gpu:
         times = [

@@ -1,4 +1,6 @@
-"""Bytes and memory of experts over processes, counted by formulas, not timed: docs/generated/distributed.md.
+"""Bytes and memory of experts over processes: docs/generated/distributed.md.
+
+They are counted by formulas, not timed.
 
 A step of each process is that of a GPU, where an expert has equally many slots in each process.
 """
@@ -57,7 +59,7 @@ class Sizes:
         )
 
     def slots(self, images: int) -> int:
-        """Slots of each expert for the rows of a process, its capacity."""
+        """Return the capacity of an expert: its slots for the rows of a process."""
         choices = images * self.tokens * self.router.top_k
         rounding, multiple = self.router.capacity_rounding, self.router.capacity_multiple
         return expert_capacity(
@@ -65,29 +67,40 @@ class Sizes:
         )
 
     def all_to_all(self, images: int, processes: int, itemsizes: tuple[int, int] = (4, 4)) -> int:
-        """Bytes that a process sends to others for a layer and step, of items of rows and of outputs.
+        """Return the bytes that a process sends to others for a layer and step.
 
-        Rows, outputs, and the gradients of both go once each, a spare slot of each expert with
-        them; before them the numbers of rows, in 8 bytes.
+        An item of rows and one of outputs have ``itemsizes`` bytes.
+
+        Rows, outputs, and the gradients of both go once each, with a spare slot of each expert. The
+        numbers of rows go before them, in 8 bytes.
         """
         elsewhere = self.experts - self.experts // processes
         return elsewhere * (2 * sum(itemsizes) * self.width * (self.slots(images) + 1) + 8)
 
     def by_fsdp(self, processes: int) -> int:
-        """Bytes that a process sends for a layer and step if FSDP2 gathers all experts twice and scatters gradients."""
+        """Return the bytes that a process sends for a layer and step with FSDP2.
+
+        FSDP2 gathers all experts twice and scatters their gradients.
+        """
         return 3 * 4 * self.experts * self.expert * (processes - 1) // processes
 
     def all_reduce(self, processes: int, experts: int = 1) -> int:
-        """Bytes that a process sends for a layer and step in a ring: EWA's means of the weights, or DDP's gradients."""
+        """Return the bytes that a process sends for a layer and step in a ring.
+
+        The ring adds up EWA's means of the weights, or DDP's gradients.
+        """
         return 2 * 4 * experts * self.expert * (processes - 1) // processes
 
     def memory(self, processes: int) -> int:
-        """Bytes of parameters, gradients and AdamW in a process: experts and rest are spread."""
+        """Return the bytes of parameters, gradients and AdamW's states in a process.
+
+        The processes share all of them evenly.
+        """
         return ADAMW * (self.experts * self.expert * self.layers + self.rest) // processes
 
 
 def published() -> dict[str, Sizes]:
-    """The sizes of the published models, of images of 224 pixels."""
+    """Return the sizes of the published models, for images of 224 pixels."""
     models = {name: weightless_model(model, **options) for name, (model, options) in MODELS.items()}
     return {name: Sizes.of(model, int(model.pos_embed.shape[1])) for name, model in models.items()}  # type: ignore
 
@@ -99,7 +112,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def page() -> str:
-    """The page: bytes and memory at 1, 2 and 4 processes, and a plan for 64."""
+    """Write the page: bytes and memory at 1, 2 and 4 processes, and a plan for 64."""
     sizes = published()
     each = [(name, size, processes) for name, size in sizes.items() for processes in (1, 2, 4)]
     routed = [
@@ -133,11 +146,9 @@ def page() -> str:
         )
         for ep in (8, 16, 32)
     ]
-    slots, flops, sent = (
-        large.slots(IMAGES),
-        3 * 4 * large.width * 4 * large.width,
-        2 * 8 * large.width,
-    )
+    slots = large.slots(IMAGES)
+    flops = 3 * 4 * large.width * 4 * large.width  # of a slot in forward and backward
+    sent = 2 * 8 * large.width  # bytes of a slot
     return TEXT.format(
         routed=table(
             ("model", "processes", "rows", "slots", "all-to-all", "FSDP2", "DDP", "memory"), routed
@@ -174,40 +185,45 @@ def write() -> None:
 TEXT = """# Experts over processes: bytes and memory
 
 `python -m benchmarks distributed` writes this page. The figures are counted, not timed.
-`tests/project/test_distributed.py` compares the formulas with the bytes of 2 and 4 processes. Nothing here was run on a
-GPU.
+`tests/project/test_distributed.py` compares the formulas with the bytes of 2 and 4 processes.
+Nothing here was run on a GPU.
 
 ## Routed experts
 
-Each process has {images} images of 224 pixels. There are 32 experts in each of {layers}. Bytes are those that
-a process sends for one layer and step, in float32. Under bfloat16 autocast all-to-all sends three quarters of them:
-rows come from a norm in float32, outputs are bfloat16. Slots are the rows that the experts of a process compute; they
-do not depend on the number of processes. Memory is that of parameters, gradients and AdamW's states in a process, with
-`fully_shard` of the rest; activations come on top.
+Each process has {images} images of 224 pixels. There are 32 experts in each of {layers}. Bytes are
+those that a process sends for one layer and step, in float32. Under bfloat16 autocast all-to-all
+sends three quarters of them: rows come from a norm in float32, outputs are bfloat16. Slots are the
+rows that the experts of a process compute; they do not depend on the number of processes. Memory is
+that of parameters, gradients and AdamW's states in a process, with `fully_shard` of the rest;
+activations come on top.
 
 {routed}
-FSDP2 gathers all experts in forward and backward, and scatters their gradients. DDP sums all gradients, and in each
-process needs the memory of one process.
+FSDP2 gathers all experts in forward and backward, and scatters their gradients. DDP sums all
+gradients, and in each process needs the memory of one process.
 
 ## EWA
 
-A process trains E / R experts and after each step adds up the means: one network for each layer. DDP of a dense model
-sends as much for its gradients. Bytes are for a layer and step; the last column has as many experts as processes.
+A process trains E / R experts and after each step adds up the means: one network for each layer.
+DDP of a dense model sends as much for its gradients. Bytes are for a layer and step; the last
+column has as many experts as processes.
 
 {ewa}
 ## A plan for 64 GPUs
 
-On paper: V-MoE-L/16, 8 nodes of 8 GPUs, {images} images a GPU. `ep` is the inner dimension of the mesh, so that 8
-processes of it are in one node. `efsdp` shards the experts of a process over the others that hold the same ones. Bytes
-are for a layer and step, in float32, and leave out the rest of the model. Memory is {memory} a GPU at any of them.
+On paper: V-MoE-L/16, 8 nodes of 8 GPUs, {images} images a GPU. `ep` is the inner dimension of the
+mesh, so that 8 processes of it are in one node. `efsdp` shards the experts of a process over the
+others that hold the same ones. Bytes are for a layer and step, in float32, and leave out the rest
+of the model. Memory is {memory} a GPU at any of them.
 
 {plan}
-- A slot costs {flops} MFLOP in forward and backward, and {sent} kB of sending. At 400 TFLOP/s, sending takes as long as
-  computing at {need} GB/s. Inside a node an H100 has 450 GB/s, between nodes 50 GB/s (data sheets). So scaling stops
-  where all-to-all leaves the node, unless it overlaps with computing, which the dispatcher does not do: take ep 8.
-- At ep 8 a layer computes for {computing} ms, and efsdp's part takes {gathering} ms between nodes, whatever the number
-  of images. FSDP2 gathers ahead, so more images a GPU hide it, and half the bytes go in bfloat16.
+- A slot costs {flops} MFLOP in forward and backward, and {sent} kB of sending. At 400 TFLOP/s,
+  sending takes as long as computing at {need} GB/s. Inside a node an H100 has 450 GB/s, between
+  nodes 50 GB/s (data sheets). So scaling stops where all-to-all leaves the node, unless it overlaps
+  with computing, which the dispatcher does not do: take ep 8.
+- At ep 8 a layer computes for {computing} ms, and efsdp's part takes {gathering} ms between nodes,
+  whatever the number of images. FSDP2 gathers ahead, so more images a GPU hide it, and half the
+  bytes go in bfloat16.
 - More than E = 32 processes cannot share a layer's experts: further ones are efsdp's.
-- A process sends nearly as much at any `ep`, but in smaller messages: {message} MB each at ep 32, in proportion to the
-  images. The host waits once a layer for the numbers of rows.
+- A process sends nearly as much at any `ep`, but in smaller messages: {message} MB each at ep 32,
+  in proportion to the images. The host waits once a layer for the numbers of rows.
 """

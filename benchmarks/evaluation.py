@@ -1,4 +1,7 @@
-"""Models in eval mode, compared with dense models of equal FLOPs, by single images and by batches."""
+"""Models in eval mode, compared with dense models of equal FLOPs.
+
+They take single images and batches.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,7 +51,9 @@ def contests(batch: int, setting: Setting) -> Iterator[Contest]:
         "EWA, 4 experts, not exported": partial(timm.create_model, "vit_small_ewa_moe"),
     }
     notes = {
-        "EWA, 4 experts, not exported": "keeps the mean of its experts, compiled it averages at each forward"
+        "EWA, 4 experts, not exported": (
+            "keeps the mean of its experts, compiled it averages at each forward"
+        )
     }
     yield Contest(f"ViT-S/16 in eval mode, batch {batch}", _works(models, images, setting), notes)
 

@@ -1,4 +1,7 @@
-"""Export of a ViT-L with 4 experts every-2, compared with writing the dense model's bytes, each in its own process."""
+"""Export of a ViT-L with 4 experts every-2, compared with writing the dense model's bytes.
+
+Each runs in its own process.
+"""
 
 import json
 import os
@@ -26,7 +29,10 @@ MODEL = "vit_large_ewa_moe"
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Measure CPU time, including copies to the page cache, and peak memory without mapped files."""
+    """Measure CPU time and peak memory.
+
+    The time includes copies to the page cache. The memory is without mapped files.
+    """
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder, "last.pth.tar")
         _in_a_process("train", checkpoint, folder)

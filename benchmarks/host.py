@@ -41,7 +41,10 @@ _NO_KERNELS = ("empty", "new_empty", "_unsafe_view", "promote_types")
 
 
 def measure(setting: Setting) -> Iterator[Contest | Row]:
-    """Time and count a layer's forward and backward, and a step of a ViT with experts in every second block."""
+    """Time and count a layer's forward and backward, and a step of a ViT.
+
+    The ViT has experts in every second block.
+    """
     with form_of_a_gpu():
         for name, makes in (
             (
@@ -59,7 +62,10 @@ def measure(setting: Setting) -> Iterator[Contest | Row]:
 
 @contextlib.contextmanager
 def form_of_a_gpu() -> Iterator[None]:
-    """Let the layers run on a CPU what they run on a GPU: equally many slots for each expert, and batched products."""
+    """Let the layers run on a CPU what they run on a GPU.
+
+    There each expert has equally many slots, and products are batched.
+    """
     modules = [module for name, module in sys.modules.items() if name.startswith("timm_moe.layers")]
     with contextlib.ExitStack() as stack:
         for module in modules:
@@ -69,7 +75,7 @@ def form_of_a_gpu() -> Iterator[None]:
 
 
 def layers() -> dict[str, Callable[[], nn.Module]]:
-    """The layers, each with the losses that it is trained with."""
+    """Return functions that make the layers, each with the losses that it is trained with."""
     options: dict[str, Any] = {"capacity_factor": 1.05, "loss_weights": {"balance": 0.01}}
     vmoe: dict[str, Any] = {
         **options,
@@ -104,7 +110,7 @@ def mlp() -> Mlp:
 
 
 def models() -> dict[str, Make]:
-    """A tiny ViT of 12 blocks, and its forms with experts in every second block."""
+    """Return functions that make a tiny ViT of 12 blocks, without and with experts every-2."""
     size = dict(img_size=64, embed_dim=WIDTH, num_heads=2, num_classes=CLASSES)
     overlay = dict(input_size=(3, 64, 64))
     create = partial(timm.create_model, pretrained_cfg_overlay=overlay, **size)
@@ -116,7 +122,10 @@ def models() -> dict[str, Make]:
 
 
 def pass_of(make: Callable[[], nn.Module], setting: Setting) -> Work:
-    """Make a forward and backward pass of a layer, with gradients of its input, its parameters and its losses."""
+    """Make a forward and backward pass of a layer.
+
+    Its input, its parameters and its losses get gradients.
+    """
     layer = nn.Sequential(make()).train()
     has_losses = any(getattr(module, "loss_weights", None) for module in layer.modules())
     x = torch.randn(IMAGES, TOKENS, WIDTH, requires_grad=True)
@@ -140,7 +149,7 @@ def step_of(make: Make, setting: Setting) -> Work:
 
 
 def counted(name: str, makes: Mapping[str, Callable[[], Work]]) -> Iterator[Row]:
-    """Count the kernels of each work, in its second run, after what happens once."""
+    """Count the kernels of each work in its second run; the first run may do more."""
     numbers = {}
     for entry, make in makes.items():
         work = make()
@@ -154,7 +163,10 @@ def counted(name: str, makes: Mapping[str, Callable[[], Work]]) -> Iterator[Row]
 
 
 class Kernels(TorchDispatchMode):
-    """Counts the operators that start a kernel on a GPU: all but views and new memory; one of this package is one."""
+    """Counts the operators that start a kernel on a GPU.
+
+    These are all but views and new memory. An operator of this package counts as one.
+    """
 
     def __init__(self) -> None:
         super().__init__()

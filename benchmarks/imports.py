@@ -24,7 +24,10 @@ print(time.process_time() - start)
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Measure CPU time of ``import timm_moe`` after timm, and of ``import torch`` with and without plugins."""
+    """Measure CPU time of ``import timm_moe`` and of ``import torch``.
+
+    The former is timed after timm, the latter with and without plugins.
+    """
     _seconds(PACKAGE)  # writes the byte code
     seconds = [_seconds(PACKAGE, TIMM_MOE_AUTOLOAD="0") for _ in range(setting.rounds)]
     low, median, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))

@@ -1,4 +1,6 @@
-"""Whole training steps in eager mode, compiled, and compiled into CUDA graphs (``mode="reduce-overhead"``).
+"""Whole training steps: eager, compiled, and as CUDA graphs.
+
+The last is torch.compile's ``mode="reduce-overhead"``.
 
 The contests are in the order of their worth: a limit of time may end the suite anywhere.
 """
@@ -15,7 +17,10 @@ from .steps import CLASSES, Make, contenders, step
 
 
 def measure(setting: Setting) -> Iterator[Contest]:
-    """Compare steps of ViT-S/16 and ViT-B/16 at 224 px; on a CPU, which tries the suite, of a tiny ViT."""
+    """Compare steps of ViT-S/16 and ViT-B/16 at 224 px.
+
+    On a CPU, which only tries the suite, the model is a tiny ViT.
+    """
     orders = [
         *itertools.product(["eager"], ["bfloat16", "float32"], models(setting)),
         *itertools.product(["compiled", "reduce-overhead"], ["bfloat16"], models(setting)[:1]),

@@ -1,4 +1,7 @@
-"""The papers' sizes: V-MoE-B/32's layer beside other packages, and whole steps of ViT-B/16 and WideNet-B."""
+"""Layers and steps at the papers' sizes.
+
+They are V-MoE-B/32's layer beside other packages, and whole steps of ViT-B/16 and WideNet-B.
+"""
 
 from collections.abc import Iterator
 from functools import partial

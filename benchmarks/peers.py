@@ -1,4 +1,6 @@
-"""Expert layers of other packages on the same work: equal rows, router weights, experts, choices and active FLOPs.
+"""Expert layers of other packages on the same work.
+
+Rows, router weights, experts, choices and active FLOPs are equal.
 
 A package that is not installed is left out. ``pip install -e ".[benchmarks]"`` installs them.
 """
@@ -70,8 +72,10 @@ def contests(setting: Setting, size: Size) -> Iterator[Contest]:
     notes = {
         "st_moe_pytorch": "one-hot einsum over (rows, experts, places); also a z-loss",
         "mixture_of_experts": "one-hot einsum over (rows, experts, places); experts without biases",
-        "soft_moe_pytorch": "another method: no choice, every place takes a mean of all rows of the image; as many "
-        "places as rows times 2, so the experts do the same work",
+        "soft_moe_pytorch": (
+            "another method: no choice, every place takes a mean of all rows of the image; as many "
+            "places as rows times 2, so the experts do the same work"
+        ),
     }
     title = f"{size.name}top-2 of {size.experts}, capacity {CAPACITY} in each image"
     yield Contest(title, training(_installed(layers), x, setting), notes)

@@ -4,12 +4,12 @@ Four parts run one after the other, each within a limit of its own, and none sto
 writes FOLDER/<part>.log, the steps also write steps.json. FOLDER/summary.txt says how each part
 ended and how long it took.
 
-=========  =======  ============================================================================================
-``busy``   60 s     share of a step in which the GPU is busy; well below 1 the host is the limit
-``tests``  180 s    ``pytest -m gpu``
-``steps`` 240 s steps of ViT-S and ViT-B, eager, compiled and as CUDA graphs, with a second dense
-copy as gauge ``study`` 240 s and what the others left: EWA near its paper ========= =======
-============================================================================================
+- ``busy``, 60 s: the share of a step in which the GPU is busy. If it is well below 1, the host is
+  the limit.
+- ``tests``, 180 s: ``pytest -m gpu``.
+- ``steps``, 240 s: steps of ViT-S and ViT-B, eager, compiled and as CUDA graphs. A second copy of
+  the dense model is the gauge.
+- ``study``, 240 s and what the others left: EWA near its paper.
 
 ``--parts`` chooses some of them, as where one command may not take so long. ``--device cpu``
 rehearses all of it in miniature.
@@ -100,9 +100,13 @@ def commands(folder: Path, device: str, data_dir: str) -> dict[str, MakeCommand]
 def work_off(
     parts: Mapping[str, MakeCommand], limits: Mapping[str, float], folder: Path
 ) -> list[str]:
-    """Run the parts, of which the last one has the time that the others leave; returns those that failed."""
+    """Run the parts; return those that failed.
+
+    The last part also has the time that the others leave.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    end, failed = time.monotonic() + sum(limits[part] for part in parts), []
+    end = time.monotonic() + sum(limits[part] for part in parts)
+    failed = []
     for part, make in parts.items():
         begin = time.monotonic()
         limit = end - begin if part == list(parts)[-1] else limits[part]

@@ -1,4 +1,7 @@
-"""Timing: several pieces of work in one process, in shuffled rounds; a second copy of the baseline shows the noise."""
+"""Timing of several pieces of work in one process, in shuffled rounds.
+
+A second copy of the baseline shows the noise.
+"""
 
 import math
 import platform
@@ -103,7 +106,10 @@ class Row:
 
 
 def run(contest: Contest, setting: Setting) -> list[Row]:
-    """Time a contest; repeat it if the gauge shows too much noise, and keep the quietest attempt."""
+    """Time a contest, and repeat it if the gauge shows too much noise.
+
+    The quietest attempt is kept.
+    """
     torch.compiler.reset()
     # Entries of a contest may share code of torch, of which it compiles eight variants and runs
     # others in eager mode.
@@ -143,7 +149,10 @@ def _rounds(
 
 
 def _seconds(work: Work, repeats: int, setting: Setting) -> float:
-    """Time one repetition: CPU time on CPUs, which other processes disturb less, otherwise wall time."""
+    """Time one repetition, in seconds.
+
+    On CPUs it is CPU time, which other processes disturb less, otherwise wall time.
+    """
     clock = time.process_time if setting.device == "cpu" else time.perf_counter
     synchronize(setting)
     start = clock()
@@ -162,7 +171,10 @@ def synchronize(setting: Setting) -> None:
 def compare(
     contest: Contest, seconds: Mapping[str, list[float]], baseline: str, gauge: str
 ) -> list[Row]:
-    """Compute the rows of a contest from the seconds of each round; ``gauge`` names the baseline's second copy."""
+    """Compute the rows of a contest from the seconds of each round.
+
+    ``gauge`` names the second copy of the baseline.
+    """
 
     def quartiles(entry: str) -> list[float]:
         return statistics.quantiles(

@@ -1,4 +1,7 @@
-"""Layers by number of experts, number of rows and width, compared with dense layers of equal FLOPs."""
+"""Layers by number of experts, number of rows and width.
+
+They are compared with dense layers of equal FLOPs.
+"""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,6 @@
-"""A suite in one setting, in its own process: ``python -m benchmarks.worker SUITE SETTING FILE`` writes to the results.
+"""A suite in one setting, in its own process.
+
+``python -m benchmarks.worker SUITE SETTING FILE`` writes to the results in FILE.
 
 It writes after each figure, so that what is killed loses little.
 """
@@ -18,7 +20,11 @@ from .protocol import Contest, Row, Setting, environment, run
 
 
 def main(suite: str, options: str, file: str, until: str = "") -> None:
-    """Measure a suite; with a time in seconds since 1970, only what is missing and begins before it."""
+    """Measure a suite.
+
+    With ``until``, in seconds since 1970, only contests are measured that are missing and begin
+    before it.
+    """
     stated, path = json.loads(options), Path(file)
     setting = Setting(**stated)
     torch.manual_seed(0)
@@ -56,7 +62,10 @@ def main(suite: str, options: str, file: str, until: str = "") -> None:
 
 
 def begin(suite: str, stated: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Make the result of a suite, with the figures that this machine had with this setting and these versions."""
+    """Make the result of a suite.
+
+    It has the figures that this machine had with this setting and these versions.
+    """
     setting = dataclasses.asdict(Setting(**stated))
     place = environment(setting["device"])
     old = _read(path).get(_key(suite, stated), {})

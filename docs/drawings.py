@@ -1,4 +1,7 @@
-"""The drawings of the documentation: python docs/drawings.py writes docs/images/concept_<method>.svg and way.svg."""
+"""The drawings of the documentation.
+
+``python docs/drawings.py`` writes docs/images/concept_<method>.svg and way.svg.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -116,7 +119,9 @@ def dense_to_experts(panel: Panel, into: str, back: str, result: str) -> None:
 def routes(
     panel: Panel, chosen: Sequence[Sequence[int]], dropped: Sequence[tuple[int, int]] = ()
 ) -> None:
-    """Draw tokens in a row, their ways to the experts that each chose, and out again in the same order.
+    """Draw tokens in a row and their ways to the experts that each chose.
+
+    From there the ways lead out again in the same order.
 
     A token takes the colour of its first expert. A pair of token and expert is dropped if there is
     no place.

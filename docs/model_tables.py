@@ -1,4 +1,7 @@
-"""The tables of the documentation: python docs/model_tables.py models papers writes both to docs/generated."""
+"""The tables of the documentation.
+
+``python docs/model_tables.py models papers`` writes both to docs/generated.
+"""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,48 +20,52 @@ from timm_moe.models.registered import is_named_after_stock, registered_models, 
 _MODELS = """\
 # EWA for every architecture of timm, by name
 
-`<architecture>_ewa_moe` is timm's `<architecture>` with experts, for each architecture whose blocks hold a feed-forward
-network that acts on each token by itself, gated ones included. It is trained, upcycled, evaluated and exported as
-`vit_small_ewa_moe` is:
+`<architecture>_ewa_moe` is timm's `<architecture>` with experts, for each architecture whose blocks
+hold a feed-forward network that acts on each token by itself, gated ones included. It is trained,
+upcycled, evaluated and exported as `vit_small_ewa_moe` is:
 
 ```bash
-python train.py --model swin_tiny_patch4_window7_224_ewa_moe --data-dir DIR --pretrained --num-classes 100 \\
-  --opt adamw --lr 1e-4
+python train.py --model swin_tiny_patch4_window7_224_ewa_moe --data-dir DIR --pretrained \\
+  --num-classes 100 --opt adamw --lr 1e-4
 timm-moe export output/train/…/last.pth.tar my-swin  # a stock swin_tiny_patch4_window7_224
 ```
 
 ```python
-timm.create_model("eva02_tiny_patch14_336_ewa_moe.mim_in22k_ft_in1k", pretrained=True)  # every tag of timm's
+# Every tag of timm's.
+timm.create_model("eva02_tiny_patch14_336_ewa_moe.mim_in22k_ft_in1k", pretrained=True)
 timm.list_models("*_ewa_moe", module="swin_transformer")  # or: timm-moe list '*swin*'
 ```
 
-Options come from `convert_to_moe` and from the stock model. `moe_layers` counts feed-forward networks in their order
-in the model, all stages together; a few blocks have several: MaxViT's `attn_block` and `attn_grid`,
-DaViT's spatial and channel blocks, TNT's inner and outer ones. `every-2`, the default, takes the second of each such
-pair. What a CaiT, XCiT or VOLO sends through the last blocks is the class token alone, so there an expert gets a part
-of the batch. CoaT's parallel blocks share one network among their scales, and so one set of experts.
+Options come from `convert_to_moe` and from the stock model. `moe_layers` counts feed-forward
+networks in their order in the model, all stages together; a few blocks have several: MaxViT's
+`attn_block` and `attn_grid`, DaViT's spatial and channel blocks, TNT's inner and outer ones.
+`every-2`, the default, takes the second of each such pair. What a CaiT, XCiT or VOLO sends through
+the last blocks is the class token alone, so there an expert gets a part of the batch. CoaT's
+parallel blocks share one network among their scales, and so one set of experts.
 
-*Networks* are those that got experts by default, of all that could. *Training* and *exported* are parameters, with 4
-experts. *Tags* counts the stock model's pretrained weights. `python docs/model_tables.py models` writes
-the page; it builds every model without its weights.
+*Networks* are those that got experts by default, of all that could. *Training* and *exported* are
+parameters, with 4 experts. *Tags* counts the stock model's pretrained weights. `python
+docs/model_tables.py models` writes the page; it builds every model without its weights.
 
 ## Checked
 
-`python tests/every_model.py docs/generated/models_checked.md` checks each name: that random dense weights, loaded as
-pretrained ones, give the stock model's outputs in eval and in training mode, and that `export_dense` gives these
-weights back bit for bit. The 565 of timm 1.0.31 all pass; [models_checked.md](models_checked.md) has them one by one,
-and which were made smaller for it (large ones have fewer blocks, most have smaller images).
+`python tests/every_model.py docs/generated/models_checked.md` checks each name: that random dense
+weights, loaded as pretrained ones, give the stock model's outputs in eval and in training mode, and
+that `export_dense` gives these weights back bit for bit. The 565 of timm 1.0.31 all pass;
+[models_checked.md](models_checked.md) has them one by one, and which were made smaller for it
+(large ones have fewer blocks, most have smaller images).
 
 ## Left out
 
-Networks of convolutions on maps (B, C, H, W) have no rows of tokens that could be divided among experts: in
-CoAtNet, ConvFormer, PoolFormer, MobileViTv2, EfficientViT, EfficientFormerV2, FastViT, FocalNet, iFormer, Next-ViT,
-SHViT, SwiftFormer, Visformer, some ConvNeXts, and the convolutional halves of CAFormer, EfficientFormer and MaxxViT,
-whose other halves are here (EfficientFormer-L1's is a single network). Others are not networks of single tokens:
-PVTv2's has a depthwise convolution in it, ConvNeXtV2's a norm over the whole image, gMLP's a gate over all tokens, as
-MLP-Mixer's token mixing. LeViT's and the smaller Gemma 4 encoder's hold buffers (batch norms, value ranges), of which
-no mean of experts can be taken. In the ViTs with parallel scaling (`*_xp_*`, `vit_pwee_*`, `vit_dpwee_*`) one linear
-layer serves attention and the network.
+Networks of convolutions on maps (B, C, H, W) have no rows of tokens that could be divided among
+experts: in CoAtNet, ConvFormer, PoolFormer, MobileViTv2, EfficientViT, EfficientFormerV2, FastViT,
+FocalNet, iFormer, Next-ViT, SHViT, SwiftFormer, Visformer, some ConvNeXts, and the convolutional
+halves of CAFormer, EfficientFormer and MaxxViT, whose other halves are here (EfficientFormer-L1's
+is a single network). Others are not networks of single tokens: PVTv2's has a depthwise convolution
+in it, ConvNeXtV2's a norm over the whole image, gMLP's a gate over all tokens, as MLP-Mixer's token
+mixing. LeViT's and the smaller Gemma 4 encoder's hold buffers (batch norms, value ranges), of which
+no mean of experts can be taken. In the ViTs with parallel scaling (`*_xp_*`, `vit_pwee_*`,
+`vit_dpwee_*`) one linear layer serves attention and the network.
 """
 
 
@@ -69,62 +76,75 @@ def models_page() -> Iterator[str]:
     for family, of_family in groupby(
         architectures, lambda name: model_entrypoint(name).__module__.rpartition(".")[2]
     ):
-        yield f"\n## {family}\n\n| model | networks | training | exported | tags |\n| --- | --- | --- | --- | --- |\n"
+        yield f"\n## {family}\n\n"
+        yield "| model | networks | training | exported | tags |\n| --- | --- | --- | --- | --- |\n"
         for architecture in of_family:
             yield f"{row(architecture)}\n"
 
 
 def row(architecture: str) -> str:
-    """Write a model's row in the table of its family; the parameters that a token passes through get exported."""
+    """Write a model's row in the table of its family.
+
+    The parameters that a token passes through are those that are exported.
+    """
     name = f"{architecture}_ewa_moe"
     model = weightless_model(name)
     networks = f"{len(moe_layers(model))} of {len(ffn_paths(model))}"
     tags = sum(bool(cfg.has_weights) for cfg in get_arch_pretrained_cfgs(name).values())
-    return f"| `{name}` | {networks} | {parameters(model):,} | {activated_parameters(model):,} | {tags} |"
+    training, exported = parameters(model), activated_parameters(model)
+    return f"| `{name}` | {networks} | {training:,} | {exported:,} | {tags} |"
 
 
 _PAPERS = """\
 # The models beside their papers
 
-What the papers print about the size and cost of the models, and what the models of this package have.
-`python docs/model_tables.py papers` writes this page: it builds every model without its weights and measures it.
+What the papers print about the size and cost of the models, and what the models of this package
+have. `python docs/model_tables.py papers` writes this page: it builds every model without its
+weights and measures it.
 
 ## The models as registered
 
-*Parameters* counts the model in training, *activated* the part that one token passes through, with the routers, and
-*exported* the dense model after training, if the experts are not routed. *GFLOPs* are the operations of
-evaluating one image: linear layers, convolutions and attention's two products, a multiply-add counted as two (timm's
-GMACs are half of it).
+*Parameters* counts the model in training, *activated* the part that one token passes through, with
+the routers, and *exported* the dense model after training, if the experts are not routed. *GFLOPs*
+are the operations of evaluating one image: linear layers, convolutions and attention's two
+products, a multiply-add counted as two (timm's GMACs are half of it).
 """
 
 _LEGEND = """\
 ## What the papers print
 
-*Model* is a registered name with the options that make it the paper's model, as `timm.create_model` and
-`--model-kwargs` take them; a `vit_*_patch*` is timm's own, a dense model that the paper compares with. *Paper* is the
-number as printed (some are not legible in the copy at hand), *here* is what the model has. If they still differ after
-rounding to the printed digits (parameters of WideNet, OneS and Soft MoE are cut off instead), the last column says why,
-or how far if that is not known. The quantities:
+*Model* is a registered name with the options that make it the paper's model, as `timm.create_model`
+and `--model-kwargs` take them; a `vit_*_patch*` is timm's own, a dense model that the paper
+compares with. *Paper* is the number as printed (some are not legible in the copy at hand), *here*
+is what the model has. If they still differ after rounding to the printed digits (parameters of
+WideNet, OneS and Soft MoE are cut off instead), the last column says why, or how far if that is not
+known. The quantities:
 
-- *parameters*: all of the model in training. *Activated*: those that one token passes through, the routers not counted;
-  where tokens are routed one by one, those that the tokens of one image pass through together, in so many routed
-  experts, all layers taken together, as the paper measured on average. *The dense model's*: one network in place of
-  the experts.
-- *MACs*: of evaluating one image, counted as fvcore does: multiply-adds of linear layers, convolutions and attention's
-  two products, and 5 for each number that a layer norm puts out. The paper calls them FLOPs. ADE20K's classifier is a
-  linear layer from each patch to 150 classes.
+- *parameters*: all of the model in training. *Activated*: those that one token passes through, the
+  routers not counted; where tokens are routed one by one, those that the tokens of one image pass
+  through together, in so many routed experts, all layers taken together, as the paper measured on
+  average. *The dense model's*: one network in place of the experts.
+- *MACs*: of evaluating one image, counted as fvcore does: multiply-adds of linear layers,
+  convolutions and attention's two products, and 5 for each number that a layer norm puts out. The
+  paper calls them FLOPs. ADE20K's classifier is a linear layer from each patch to 150 classes.
 - *GFLOPs*: as in the first table. The paper does not say which operations it counts.
-- *training cost*: operations of a forward and a backward for one image, a multiply-add counted as two, in units of
-  2^30. Experts compute as many rows as their capacity allows. The paper does not say how it counts; why its V-MoE costs
-  less outside the experts than its ViT, and H/14 more than its size suggests, is not known.
-- *training cost over*: by how many percent it is above that of so many other models with the same options.
+- *training cost*: operations of a forward and a backward for one image, a multiply-add counted as
+  two, in units of 2^30. Experts compute as many rows as their capacity allows. The paper does not
+  say how it counts; why its V-MoE costs less outside the experts than its ViT, and H/14 more than
+  its size suggests, is not known.
+- *training cost over*: by how many percent it is above that of so many other models with the same
+  options.
 - *FFN cost*: the places of all experts together for each token, K times the capacity factor.
-- *ways through the experts*: the possible choices of an image, multiplied over the layers ("routing degree").
+- *ways through the experts*: the possible choices of an image, multiplied over the layers ("routing
+  degree").
 """
 
 
 def papers_page(values: Sequence[float]) -> str:
-    """Write the text of docs/generated/papers.md from the measured values of all :data:`FIGURES`."""
+    """Write the text of docs/generated/papers.md.
+
+    ``values`` are the measured ones of all :data:`FIGURES`.
+    """
     sections = [
         _PAPERS,
         _table(["model", "parameters", "activated", "exported", "GFLOPs", "pixels"], _sizes()),

@@ -1,4 +1,7 @@
-"""The sizes and costs that the papers print (paper_figures.tsv), beside measurements of the models."""
+"""The sizes and costs that the papers print, beside measurements of the models.
+
+The printed ones are in paper_figures.tsv.
+"""
 
 import csv
 import math
@@ -39,7 +42,7 @@ class Figure:
     model: str  #: registered name
     quantity: str  #: the size or cost that it is, with its unit
     printed: str | None  #: the number as printed; None if the copy at hand is not legible
-    # : arguments of ``timm.create_model`` for the paper's model.
+    #: arguments of ``timm.create_model`` for the paper's model
     options: dict[str, Any] = field(default_factory=dict)
     reason: str = ""  #: explains another number of the model
     floor: bool = False  #: the paper cuts digits off instead of rounding
@@ -71,13 +74,15 @@ def router_parameters(model: nn.Module) -> int:
 
 
 def training_flops(model: nn.Module) -> float:
-    """Count floating-point operations of a forward and a backward for one image; a multiply-add counts as two.
+    """Count the floating-point operations of a forward and a backward for one image.
+
+    A multiply-add counts as two.
 
     A backward costs twice a forward, without the gradient of the images. Every expert computes all
     rows of its capacity, used or not, as in V-MoE's implementation. The model is on the meta device
     and ends frozen.
     """
-    # Large enough that the rounding of capacities does not matter.
+    # The batch is so large that the rounding of capacities does not matter.
     cost = forward_cost(model.train(), batch=64)
     return 2 * (3 * cost.macs - cost.convolution)
 
@@ -96,7 +101,10 @@ def _routers(model: nn.Module) -> list[Any]:
 
 
 def _reached(model: nn.Module, experts: float) -> float:
-    """Count parameters for an image whose tokens reach so many routed experts in all layers, on average."""
+    """Count the parameters, in millions, that the tokens of an image reach.
+
+    On average they reach so many routed experts in all layers.
+    """
     layers = list(moe_layers(model).values())
     idle = sum(layer.num_experts for layer in layers) - experts
     return (

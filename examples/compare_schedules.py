@@ -1,4 +1,6 @@
-"""Compare share-rate schedules on scikit-learn's digits: python examples/compare_schedules.py [SEEDS]
+"""Compare share-rate schedules on scikit-learn's digits.
+
+Usage: python examples/compare_schedules.py [SEEDS]
 
 All runs of a seed get the same batches. The table has the test error of the exported model in
 percent, mean and standard deviation over the seeds.

@@ -1,4 +1,6 @@
-"""Train routed experts that are spread over processes, on scikit-learn's digits; called again, it goes on:
+"""Train routed experts that are spread over processes, on scikit-learn's digits.
+
+Called again, it goes on where it ended:
 
 torchrun --nproc-per-node 2 examples/expert_parallel.py [EPOCHS]
 """

@@ -1,4 +1,7 @@
-"""Train experts with Lightning, on scikit-learn's digits: python examples/lightning_fit.py [EPOCHS]"""
+"""Train experts with Lightning, on scikit-learn's digits.
+
+Usage: python examples/lightning_fit.py [EPOCHS]
+"""
 
 import sys
 

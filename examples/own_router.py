@@ -15,7 +15,10 @@ from timm_moe.layers import Router, routing_to
 
 
 class NormRouter(Router):
-    """Sends the 1/E of the tokens with the smallest norm to the first expert, and so on; each has a learned scale."""
+    """Sends the 1/E of the tokens with the smallest norm to the first expert, and so on.
+
+    Each expert has a learned scale.
+    """
 
     def __init__(self, dim, num_experts, per_image):
         super().__init__(num_experts)

@@ -82,7 +82,10 @@ VOTES = 10
 
 
 def sample(points: Tensor, size: dict, generator: torch.Generator) -> Tensor:
-    """Draw ``num_points`` of ``sampled_points`` far points (B, N, 3); scale and move each cloud (Point-BERT)."""
+    """Draw ``num_points`` of ``sampled_points`` far points (B, N, 3).
+
+    Each cloud is scaled and moved, as in Point-BERT.
+    """
     device, count = points.device, min(size["sampled_points"], points.shape[1])
     start = torch.randint(points.shape[1], (1,), generator=generator).item()
     points = points.roll(-start, 1)  # sampling begins at the first point
@@ -112,7 +115,10 @@ class Batches:
     def inputs(
         self, rows: Tensor, generator: torch.Generator | None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return these clouds; points are drawn again if a generator is given and the size has num_points."""
+        """Return these clouds.
+
+        Points are drawn again if a generator is given and the size has num_points.
+        """
         if self.size["num_points"] is None:
             return tuple(tensor[rows].to(self.device) for tensor in self.groups)
         points = self.points[rows].to(self.device)
@@ -152,7 +158,10 @@ class Batches:
 def make_model(
     variant: str, seed: int, num_classes: int, settings: dict, checkpoint: Path | None
 ) -> PointTransformer:
-    """Create the classifier of a variant. All variants of a seed have the same weights outside of the experts."""
+    """Create the classifier of a variant.
+
+    All variants of a seed have the same weights outside of the experts.
+    """
     torch.manual_seed(seed)
     model = PointTransformer(num_classes, **settings["training"]["model"])
     if checkpoint:
@@ -276,7 +285,10 @@ def write_results(path: Path, runs: list[dict]) -> None:
 
 
 def table(runs: list[dict], metric: str = "accuracy") -> str:
-    """Format for each variant the mean over the seeds, its standard error and the paired difference from dense."""
+    """Format the runs as a table, a line for each variant.
+
+    It has the mean over the seeds, its standard error and the paired difference from dense.
+    """
     by_variant = {
         name: {run["seed"]: run for run in runs if run["variant"] == name} for name in VARIANTS
     }
@@ -307,7 +319,10 @@ def _mean_and_error(values: list[float], sign: str = "") -> str:
 
 
 def print_tables(runs: list[dict]) -> None:
-    """Print the table of the runs, the table with votes if there were any, and the difference made by exporting."""
+    """Print the table of the runs.
+
+    If there were votes, their table follows. The last line is the difference that exporting made.
+    """
     print("", table(runs), sep="\n")
     if runs and all("voted" in run for run in runs):
         print(f"\nWith {VOTES} votes:", "", table(runs, "voted"), sep="\n")
@@ -322,7 +337,10 @@ def print_tables(runs: list[dict]) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse and check the options of the command; options that do not fit each other end it with one sentence."""
+    """Parse and check the options of the command.
+
+    Options that do not fit each other end it with one sentence.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", choices=READERS, required=True)
     parser.add_argument(

@@ -1,4 +1,7 @@
-"""Train routed experts in a loop of your own, on scikit-learn's digits: python examples/routed_loop.py [EPOCHS]"""
+"""Train routed experts in a loop of your own, on scikit-learn's digits.
+
+Usage: python examples/routed_loop.py [EPOCHS]
+"""
 
 import sys
 

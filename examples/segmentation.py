@@ -1,4 +1,6 @@
-"""Segment CamVid as ViMoE does (arXiv 2410.15732, section 6.2): python examples/segmentation.py CAMVID --output DIR
+"""Segment CamVid as ViMoE does (arXiv 2410.15732, section 6.2).
+
+Usage: python examples/segmentation.py CAMVID --output DIR
 
 A dense ViT is trained first. Each variant begins as a copy of it and is trained by the same recipe:
 a linear layer on the patch tokens of the last block, routing by token, layer decay, one scale.
@@ -82,7 +84,10 @@ for layers, *figures in (
 
 
 class Segmenter(nn.Module):
-    """Maps images (B, 3, H, W) to logits (B, classes, H, W): a linear layer on the backbone's patch tokens."""
+    """Maps images (B, 3, H, W) to logits (B, classes, H, W).
+
+    A linear layer takes the patch tokens of the backbone.
+    """
 
     def __init__(self, name: str, classes: int, **options: Any):
         super().__init__()
@@ -194,7 +199,10 @@ def run(
     data: dict[str, TensorDataset],
     options: argparse.Namespace,
 ) -> None:
-    """Train a variant from the dense weights; write its results and, if it has experts, its backbone for timm."""
+    """Train a variant from the dense weights, and write its results.
+
+    If it has experts, its backbone is written for timm, too.
+    """
     name = f"{variant}-{seed}"
     file = options.output / "runs" / f"{name}.json"
     if file.is_file():

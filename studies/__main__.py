@@ -1,4 +1,7 @@
-"""The command ``python -m studies [NAME ...]``: runs what is missing, then writes the results and both pages."""
+"""The command ``python -m studies [NAME ...]``.
+
+It runs what is missing, then writes the results and both pages.
+"""
 
 import argparse
 import math
@@ -62,7 +65,10 @@ def main() -> None:
     parser.add_argument(
         "--missing",
         action="store_true",
-        help="leave out runs whose figures are in studies/results, no matter which machine measured them",
+        help=(
+            "leave out runs whose figures are in studies/results, no matter which machine measured "
+            "them"
+        ),
     )
     parser.add_argument(
         "--minutes",
@@ -150,7 +156,10 @@ def _place(size: Size, args: argparse.Namespace) -> Place:
 
 
 def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:
-    """List the runs of a study, with ``--missing`` only those that its results lack. Store what is known already.
+    """List the runs of a study.
+
+    With ``--missing`` these are only the runs that its results lack. What is known already is
+    stored.
 
     Raises:
         FileExistsError: if the results are of other options, images or deployments.

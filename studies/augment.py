@@ -16,7 +16,9 @@ BITS = 22
 
 
 def resized_crops(images: Tensor, boxes: Tensor, is_bicubic: Tensor, is_flipped: Tensor) -> Tensor:
-    """Cut a box out of each image, enlarge it to the size of the image and mirror it, as Pillow's crop and resize.
+    """Cut a box out of each image, enlarge it to the image's size and mirror it.
+
+    It is done as by Pillow's crop and resize.
 
     Args:
         images: (N, 3, H, W).
@@ -34,7 +36,9 @@ def resized_crops(images: Tensor, boxes: Tensor, is_bicubic: Tensor, is_flipped:
 
 
 def _enlarging(begin: Tensor, length: Tensor, size: int, is_bicubic: Tensor) -> Tensor:
-    """Compute the weights (N, size, size) of all places along an axis for each place of the enlarged parts.
+    """Compute the weights (N, size, size) of an axis's places for the enlarged parts.
+
+    There is a weight of each place along an axis for each place of an enlarged part.
 
     A part is all there is: the weights of places outside are zero, and the others are divided by
     their sum.
@@ -56,7 +60,9 @@ def _rounded(values: Tensor) -> Tensor:
 
 
 def affine(images: Tensor, matrices: Tensor, is_bicubic: Tensor, fill: Tensor) -> Tensor:
-    """Sample each image at places that an affine map computes, as ``Image.transform`` with ``Transform.AFFINE``.
+    """Sample each image at places that an affine map computes.
+
+    It is done as by ``Image.transform`` with ``Transform.AFFINE``.
 
     Args:
         images: (N, 3, H, W).

@@ -33,7 +33,10 @@ def switch_ema(window: str) -> None:
 
 
 def lr_divided(value: str) -> None:
-    """Divide the learning rate of the networks that EWA would convert: ``every-2/4`` by 4 in every second block."""
+    """Divide the learning rate of the networks that EWA would convert.
+
+    ``every-2/4`` divides it by 4 in every second block.
+    """
     places, divisor = _places_and_divisor(value)
 
     def divide(optimizer: Optimizer, arguments: dict[str, Any]) -> None:
@@ -64,7 +67,10 @@ def factor_lr(multiplier: str) -> None:
 
 
 def begin_divided(value: str) -> None:
-    """Divide the initial weights of these networks; ``every-2/2`` gives the size of a mean of four independent ones."""
+    """Divide the initial weights of the networks that EWA would convert.
+
+    ``every-2/2`` gives the size of a mean of four independent networks.
+    """
     places, divisor = _places_and_divisor(value)
     _change(lambda model: _divide_weights(model, places, divisor))
 
@@ -122,7 +128,10 @@ def on_device(value: str) -> None:
 
 
 def hold_rate(fraction: str) -> None:
-    """Hold the learning rate from this fraction of the updates on, as stochastic weight averaging does."""
+    """Hold the learning rate from this fraction of the updates on.
+
+    Stochastic weight averaging does so.
+    """
 
     def hold(scheduler: Any, updates: int) -> None:
         step = scheduler.step_update
@@ -138,12 +147,18 @@ def hold_rate(fraction: str) -> None:
 
 
 def plain_attention(value: str) -> None:
-    """Compute attention by matrix products: torch's fused one on CPUs is slow backwards in bfloat16."""
+    """Compute attention by matrix products.
+
+    On CPUs the backward of torch's fused attention is slow in bfloat16.
+    """
     timm.layers.set_fused_attn(False)
 
 
 def candidate_routers(value: str) -> None:
-    """Do nothing: :mod:`studies.script` has registered the routers. Trainings are stated with this name."""
+    """Do nothing, as :mod:`studies.script` has registered the routers.
+
+    Stored trainings are stated with this name.
+    """
 
 
 def _with_model(change: Callable[[nn.Module], object]) -> Callable[[str], None]:
@@ -166,7 +181,10 @@ def _around(
     before: Callable[[dict[str, Any]], object] | None = None,
     after: Callable[[Any, dict[str, Any]], object] | None = None,
 ) -> None:
-    """Wrap a factory of timm: call ``before`` with its arguments, and ``after`` with its result and its arguments."""
+    """Wrap a factory of timm.
+
+    ``before`` is called with its arguments, ``after`` with its result and its arguments.
+    """
     make = getattr(module, name)
     signature = inspect.signature(make)
 

@@ -1,4 +1,7 @@
-"""Ways of training and merging experts that only studies try. The import registers their routers."""
+"""Ways of training and merging experts that only studies try.
+
+The import registers their routers.
+"""
 
 import math
 from collections.abc import Callable
@@ -45,7 +48,10 @@ CANDIDATES: dict[str, Callable[[float, float], float]] = {
 
 
 def follow(schedule: str, model: nn.Module) -> None:
-    """Average a model's experts by a candidate; it is set here because the options in checkpoints cannot name it."""
+    """Average a model's experts by a candidate.
+
+    It is set here because the options in checkpoints cannot name it.
+    """
     SCHEDULES[schedule] = CANDIDATES[schedule]
     for layer in moe_layers(model).values():
         layer.share_schedule = schedule  # type: ignore[assignment]
@@ -91,7 +97,9 @@ register_router(
 
 
 def drop_path_by_expert(model: nn.Module) -> None:
-    """Give each expert of a ViT another rate of drop path, from 0 to twice its block's; the mean rate is the block's.
+    """Give each expert of a ViT another rate of drop path.
+
+    The rates are from 0 to twice that of the block, which is their mean.
 
     The rows of an image that one expert computes are dropped together, independently of the other
     experts'.
@@ -104,7 +112,10 @@ def drop_path_by_expert(model: nn.Module) -> None:
 
 
 def _drop_experts(layer: EwaMlp, rate: float) -> None:
-    """Drop the outputs (B, N, D) of a layer by image and expert, expert e at 2 rate e / (E - 1); scale what is kept."""
+    """Drop the outputs (B, N, D) of a layer by image and expert.
+
+    Expert e is dropped at the rate 2 rate e / (E - 1). What is kept is scaled.
+    """
     kept_E = 1 - 2 * rate * torch.arange(layer.num_experts) / (layer.num_experts - 1)
     routings: list[Routing] = []
 

@@ -1,4 +1,7 @@
-"""Charts of a study: differences to the baselines with their intervals, and curves of the trainings."""
+"""Charts of a study.
+
+They are the differences to the baselines with their intervals, and curves of the trainings.
+"""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +37,10 @@ def differences(outcome: Outcome) -> dict[str, Difference]:
 
 
 def curves(outcome: Outcome) -> dict[str, Curve]:
-    """Average the curves of each training that was evaluated on its way, by the first arm that comes from it."""
+    """Average the curves of each training that was evaluated on its way.
+
+    A curve is named by the first arm that comes from its training.
+    """
     found: dict[str, Curve] = {}
     seen: set[str] = set()
     for arm in outcome.size.arms:

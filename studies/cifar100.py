@@ -1,4 +1,7 @@
-"""CIFAR-100 as a folder of images: ``python -m studies.cifar100 FOLDER`` downloads it (170 MB) and writes PNG files."""
+"""CIFAR-100 as a folder of images.
+
+``python -m studies.cifar100 FOLDER`` downloads it (170 MB) and writes PNG files.
+"""
 
 import argparse
 import pickle

@@ -1,4 +1,6 @@
-"""Evaluation on clean and on corrupted test images: ``python -m studies.corruptions MODEL FILE OPTIONS``.
+"""Evaluation on clean and on corrupted test images.
+
+The command is ``python -m studies.corruptions MODEL FILE OPTIONS``.
 
 Four corruptions of two strengths each, similar to CIFAR-100-C (arXiv 1903.12261). They are applied
 as the images are read, each with its own seed, so every model sees the same images.

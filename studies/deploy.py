@@ -69,7 +69,10 @@ class Export:
 
 @dataclass(frozen=True)
 class ExportOfCandidate(Export):
-    """The same, of a model with a router of :mod:`studies.candidates`. Results are stated with this name."""
+    """The same deployment, of a model with a router of :mod:`studies.candidates`.
+
+    Results are stated with this name.
+    """
 
 
 @dataclass(frozen=True)

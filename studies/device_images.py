@@ -1,4 +1,6 @@
-"""Images that stay on the device, and are augmented there as timm's loaders augment them on the CPU.
+"""Images that stay on the device.
+
+They are augmented there as timm's loaders augment them on the CPU.
 
 ``python -m studies.script on_device train.py OPTIONS`` does to tensors what train.py tells timm's
 loaders to do to files: the same transforms, with the same distributions for each image. The order
@@ -220,7 +222,10 @@ class Augmentation:
         return images
 
     def _draw_policy(self, number: int) -> Iterator[Change]:
-        """Draw a policy for each image: its operations follow each other, each with its own probability."""
+        """Draw a policy for each image.
+
+        Its operations follow each other, each with its own probability.
+        """
         which = torch.randint(max(1, len(self.policy)), (number,), generator=self.generator)
         for operations in zip(*self.policy, strict=True):
             chances = torch.tensor([op.prob for op in operations], dtype=torch.float64)
@@ -276,7 +281,10 @@ class Augmentation:
 
 
 def _argument(operation: AugmentOp) -> float:
-    """Compute an operation's argument from its magnitude; 0 if it has none. Its sign may be random."""
+    """Compute an operation's argument from its magnitude; 0 if it has none.
+
+    Its sign may be random.
+    """
     if operation.level_fn is None:
         return 0.0
     (argument,) = operation.level_fn(operation.magnitude, operation.hparams)
@@ -313,7 +321,9 @@ def _boxes(
     log_ratio: tuple[float, float],
     generator: Generator,
 ) -> Tensor:
-    """Draw boxes (N, 4) in images of a size; the first of some attempts that is not too large counts.
+    """Draw boxes (N, 4) in images of a size.
+
+    The first of some attempts that is not too large counts.
 
     Args:
         number: number N of boxes.

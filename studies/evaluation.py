@@ -1,4 +1,6 @@
-"""Metrics of a model or an ensemble: ``python -m studies.evaluation MODEL ... --json FILE OPTIONS``.
+"""Metrics of a model or an ensemble.
+
+The command is ``python -m studies.evaluation MODEL ... --json FILE OPTIONS``.
 
 They are those of ``timm-moe evaluate``. Models of :mod:`studies.rivals` are known, and MC dropout
 makes members.
@@ -39,7 +41,10 @@ def main() -> None:
     parser.add_argument(
         "--json", required=True, type=Path, metavar="FILE", help="written, even if it is there"
     )
-    samples = "leave the dropout of the experts on, and take M samples as members of an ensemble (pBE, table 9)"
+    samples = (
+        "leave the dropout of the experts on, and take M samples as members of an ensemble (pBE, "
+        "table 9)"
+    )
     parser.add_argument("--mc-dropout", type=int, metavar="M", help=samples)
     add_data_options(parser)
     args = parser.parse_args()

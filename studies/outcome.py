@@ -33,7 +33,10 @@ class Outcome:
         return self.study.sizes[self.size_name]
 
     def further_pairs(self) -> list[tuple[str, str]]:
-        """List the study's pairs, and those of all its findings that are no arm and its baseline, nor interactions."""
+        """List the study's pairs, and those of all its findings.
+
+        An arm and its baseline are left out, as are interactions.
+        """
         shown = {frozenset((arm.name, self.size.baseline_of(arm.name))) for arm in self.size.arms}
         shown |= {frozenset(pair) for pair in self.study.interactions}
         compared = [pair for size in self.study.sizes.values() for pair in size.compared()]
@@ -66,9 +69,10 @@ class Outcome:
 
     @cached_property
     def corrected(self) -> dict[tuple[str, str, str], float]:
-        """p-values of all secondary comparisons, corrected by Holm's method, by the two arms and the figure's key.
+        """Return the p-values of all secondary comparisons, corrected by Holm's method.
 
-        Empty if the study has no primary comparison.
+        They are by the two arms and the figure's key, and empty if the study has no primary
+        comparison.
         """
         if self.study.primary is None:
             return {}
@@ -96,7 +100,7 @@ class Outcome:
         return found.verdict(figure.sign, self.corrected.get((first, second, figure.key)))
 
     def interaction(self, first: str, second: str, figure: Figure) -> Difference | None:
-        """Compare the difference of one arm to its baseline with that of another arm to its own, paired by seed.
+        """Compare two arms by their differences to their baselines, paired by seed.
 
         Returns:
             (first - its baseline) - (second - its baseline); None if the four share no seed.
@@ -128,7 +132,10 @@ class Outcome:
 
 
 def ratio(own: Costs, base: Costs, key: str) -> str:
-    """Divide the means over the seeds that ran on the same device; empty if there is no such seed."""
+    """Divide the means over the seeds that ran on the same device.
+
+    The text is empty if there is no such seed.
+    """
     seeds = [seed for seed in own if seed in base and own[seed]["device"] == base[seed]["device"]]
     return (
         f"{mean(own[seed][key] for seed in seeds) / mean(base[seed][key] for seed in seeds):.2f}"

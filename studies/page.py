@@ -1,4 +1,7 @@
-"""The two pages of results, written from the JSON files: docs/results.md and docs/generated/studies.md."""
+"""The two pages of results, written from the JSON files.
+
+They are docs/results.md and docs/generated/studies.md.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -59,10 +62,11 @@ def pages(folder: Path) -> dict[str, str]:
     known = stored(folder)
     details = "\n\n".join(map(detailed, known)) or NOTHING
     intervals = len(re.findall(r"\([+-][\d.]+ to [+-][\d.]+\)", details))
+    small = [outcome for outcome in known if outcome.size_name == "small"]
     places = {
         "{intervals}": f"{intervals} intervals",
         "{by chance}": f"about {round(intervals * (1 - CONFIDENCE))}",
-        "{hours}": f"{hours(costs_of_studies([one for one in known if one.size_name == 'small'])):.0f} hours",
+        "{hours}": f"{hours(costs_of_studies(small)):.0f} hours",
     }
     full = (TEMPLATES / "details.md").read_text()
     for place, text in places.items():
@@ -76,7 +80,10 @@ def pages(folder: Path) -> dict[str, str]:
 
 
 def section(outcome: Outcome) -> str:
-    """Write the section of docs/results.md: a table, the findings and the charts, once there is something to find."""
+    """Write the section of docs/results.md.
+
+    It has a table, the findings and the charts, once there is something to find.
+    """
     study = outcome.study
     anchor = re.sub(r"[^a-z0-9 -]", "", study.title.lower()).replace(" ", "-")
     head = [
@@ -109,7 +116,10 @@ def section(outcome: Outcome) -> str:
 
 
 def detailed(outcome: Outcome) -> str:
-    """Write the section of docs/generated/studies.md: all figures, pairs, costs, recipes and circumstances."""
+    """Write the section of docs/generated/studies.md.
+
+    It has all figures, pairs, costs, recipes and circumstances.
+    """
     study, size, arms = outcome.study, outcome.size, outcome.arms()
     pairs = [row for pair in outcome.further_pairs() if len(row := _pair(outcome, *pair)) > 2]
     options = " ".join([*size.options, *(["--model-kwargs", *size.kwargs] if size.kwargs else [])])
@@ -145,7 +155,10 @@ def detailed(outcome: Outcome) -> str:
 
 
 def _shown(outcome: Outcome) -> list[str]:
-    """Name the arms that the findings are about, and their baselines; all arms if there are no findings yet."""
+    """Name the arms that the findings are about, and their baselines.
+
+    If there are no findings yet, these are all arms.
+    """
     compared = {name for pair in outcome.size.compared() for name in pair}
     compared |= {outcome.size.baseline_of(name) for name in compared}
     return [
@@ -245,7 +258,10 @@ def _mean(outcome: Outcome, arm: Arm, figure: Figure, with_error: bool) -> str:
 
 
 def _judged(outcome: Outcome, pair: tuple[str, str], figure: Figure) -> str:
-    """Write the difference of two arms, its interval, a corrected p-value, and "better" or "worse" if it is so."""
+    """Write the difference of two arms, its interval and a corrected p-value.
+
+    If it is so, the text says "better" or "worse".
+    """
     first, second = pair
     found = None if first == second else outcome.difference(first, second, figure)
     if found is None:
@@ -282,7 +298,8 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
     halves = [found.high - found.mean for found in differences(outcome).values() if found.seeds > 1]
     if halves:
         figure = outcome.study.measure.figures[0]
-        yield f"Half the width of an interval of {figure.title}, in the median: {median(halves):.{figure.decimals}f}."
+        half = f"{median(halves):.{figure.decimals}f}"
+        yield f"Half the width of an interval of {figure.title}, in the median: {half}."
     costs = costs_of_studies([outcome])
     for versions in sorted({tuple(cost["versions"].items()) for cost in costs}):
         yield (
@@ -290,6 +307,9 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
         )
     resumed = sum(not cost["whole"] for cost in costs)
     uncounted = ", not counting what came before the break" if resumed else ""
-    yield f"{len(costs)} trainings, {resumed} of them resumed after a break; {hours(costs):.1f} hours{uncounted}."
+    yield (
+        f"{len(costs)} trainings, {resumed} of them resumed after a break; {hours(costs):.1f} "
+        f"hours{uncounted}."
+    )
     if len({cost["versions"]["device"] for cost in costs}) > 1:
         yield "Arms that are compared ran on different kinds of CPU in part."

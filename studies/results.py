@@ -53,7 +53,10 @@ def missing(path: Path, runs: Sequence[Run]) -> list[Run]:
 
 
 def from_elsewhere(path: Path, runs: Sequence[Run]) -> int:
-    """Count the figures of the file that these runs do not have, because another machine measured them."""
+    """Count the figures of the file that these runs do not have.
+
+    Another machine measured them.
+    """
     known = read(path)["arms"]
     arms = [(run, arm) for run in runs for arm in run.arms() if _has(known, arm, run.seed)]
     return sum(arm.name not in run.results()["arms"] for run, arm in arms)

@@ -16,10 +16,12 @@ from .study import Arm, Size
 
 
 def routed_share(arm: Arm, size: Size) -> float | None:
-    """Divide the operations of an arm's routed expert layers, routers included, by all of its evaluation.
+    """Return the share of routed expert layers in the operations of an arm's evaluation.
+
+    Their routers are included.
 
     Returns:
-        The share; None if the deployed model has no routed layers.
+        None if the deployed model has no routed layers.
     """
     keeps_experts = isinstance(arm.deployment, Checkpoint) or "--moe" in getattr(
         arm.deployment, "options", ()

@@ -128,7 +128,10 @@ class Run:
         return all(self._of(training).is_trained() for training in needed)
 
     def results(self) -> dict[str, Any]:
-        """Read the cost and the figures of each arm so far; nothing if the folder holds another run."""
+        """Read the cost and the figures of each arm so far.
+
+        They are empty if the folder holds another run.
+        """
         if self._is_another():
             return {"cost": None, "arms": {}}
         cost = self.folder / "trained.json"

@@ -16,7 +16,9 @@ INTERVAL = 60.0
 def work_off(
     runs: Sequence[Run], jobs: int, keep: Callable[[Run], object], interval: float = INTERVAL
 ) -> list[str]:
-    """Do the runs that are missing. A run that others need comes first, and no two work in one folder at a time.
+    """Do the runs that are missing.
+
+    A run that others need comes first. No two runs work in one folder at a time.
 
     No run begins when the time of its place is over.
 
@@ -69,7 +71,10 @@ def _nothing_left_running() -> Iterator[None]:
 
 
 def _ready(waiting: Sequence[Run], running: Iterable[Run]) -> list[Run]:
-    """Select the runs that can start now, one for each folder: studies of one setting share trainings."""
+    """Select the runs that can start now, one for each folder.
+
+    Studies of one setting share trainings.
+    """
     taken = {run.folder for run in running}
     ready: dict[Path, Run] = {}
     for run in waiting:
@@ -91,7 +96,10 @@ def _outcome(future: Future[None], run: Run) -> list[str]:
 
 
 class _Clock:
-    """Reports progress and estimates the time left, by the number of images that trainings have seen."""
+    """Reports progress and estimates the time left.
+
+    Both are measured by the number of images that trainings have seen.
+    """
 
     def __init__(self, runs: Sequence[Run]):
         self._runs = runs

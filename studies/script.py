@@ -1,4 +1,6 @@
-"""Runs a script with what studies register: ``python -m studies.script [NAME[=VALUE] ...] SCRIPT OPTIONS``.
+"""A script, run with what studies register.
+
+The command is ``python -m studies.script [NAME[=VALUE] ...] SCRIPT OPTIONS``.
 
 SCRIPT is a Python file, such as timm's train.py, or ``timm-moe``; it is unmodified. Known to it are
 the models and routers of :mod:`studies.rivals` and :mod:`studies.candidates`. Names of

@@ -73,7 +73,9 @@ def _p_value(differences: Sequence[float]) -> float:
 
 
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
-    """Correct p-values for their number by Holm's method (1979), which limits the chance of any false verdict.
+    """Correct p-values for their number by Holm's method (1979).
+
+    It limits the chance of any false verdict.
 
     The smallest of n is multiplied by n, the next by n - 1, and so on; none gets below a smaller
     one's.

@@ -1,4 +1,7 @@
-"""The parts of a study: trainings by train.py, the models made from them, the images, and the comparisons."""
+"""The parts of a study.
+
+They are trainings by train.py, the models made from them, the images, and the comparisons.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -101,7 +104,10 @@ class Arm:
         return list({training.name: training for training in _trainings(self)}.values())
 
     def others(self) -> tuple[Training, ...]:
-        """List the trainings beside its own that it needs: of its ensemble, and of its deployment."""
+        """List the trainings that it needs beside its own.
+
+        They are those of its ensemble and of its deployment.
+        """
         return (*self.beside, *getattr(self.deployment, "others", ()))
 
 

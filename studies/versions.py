@@ -26,7 +26,10 @@ def versions_here(device: str) -> dict[str, str]:
 
 
 def commit(folder: Path) -> str:
-    """Read the commit of the running package, with ``+`` if its code has changed since; empty without git."""
+    """Read the commit of the running package; empty without git.
+
+    If the code has changed since the commit, it ends in ``+``.
+    """
     git = ["git", "-C", str(folder)]
     code = ["--", "timm_moe", "studies", ":!studies/results"]
     try:

@@ -1,4 +1,7 @@
-"""Mean of the weights of checkpoints of train.py: ``python -m studies.weight_average OUTPUT CHECKPOINT ...``."""
+"""Mean of the weights of checkpoints of train.py.
+
+The command is ``python -m studies.weight_average OUTPUT CHECKPOINT ...``.
+"""
 
 import re
 import sys

@@ -1,4 +1,7 @@
-"""Training steps of a model with experts, and distances of its experts: for tests of the averaging."""
+"""Training steps of a model with experts, and distances of its experts.
+
+They are for tests of the averaging.
+"""
 
 import torch
 from timm.optim import create_optimizer_v2

@@ -1,4 +1,7 @@
-"""Models small enough to train in a second, folders of images, golden data and places, for tests of several rooms."""
+"""What tests of several rooms share.
+
+There are models small enough to train in a second, folders of images, golden data and places.
+"""
 
 import argparse
 import json
@@ -107,7 +110,10 @@ COLOURS = 60 * np.array([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), 
 
 
 class OnDevice(torch.Tensor):
-    """A CPU's tensor that has no float64 until it is copied to the host, as on Apple's GPUs (MPS)."""
+    """A CPU's tensor that has no float64 until it is copied to the host.
+
+    Tensors on Apple's GPUs (MPS) are so.
+    """
 
     def double(self):
         raise TypeError("MPS has no float64.")
@@ -117,7 +123,10 @@ class OnDevice(torch.Tensor):
 
 
 def make_model(name="vit_tiny_moe", **options):
-    """Make a small model in evaluation mode whose head and routers tell images apart, as fresh ones hardly do."""
+    """Make a small model in evaluation mode that tells images apart.
+
+    A fresh model's head and routers hardly do.
+    """
     model = timm.create_model(name, **{**SMALL_VIT, **options}).eval()
     if isinstance(model.head, nn.Linear):
         nn.init.normal_(model.head.weight, std=0.3)
@@ -165,7 +174,9 @@ def edit(folder, change):
 
 
 def write_images(folder, images_per_class, classes=("class0", "class1", "class2")):
-    """Write an ImageFolder for each split: noise of 32 x 32 pixels in a colour for each of up to six classes.
+    """Write an ImageFolder for each split.
+
+    Images are noise of 32 x 32 pixels in a colour for each of up to six classes.
 
     Args:
         folder: parent of the splits.

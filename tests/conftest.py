@@ -1,4 +1,6 @@
-"""Shared by all tests: order and time limits, one thread so that results repeat, small models, a browser.
+"""What all tests share.
+
+It is their order and time limits, one thread so that results repeat, small models, and a browser.
 
 xdist's controller imports this file before it starts its workers. It runs no test, so torch and
 timm, which take seconds, are imported in functions.
@@ -35,7 +37,10 @@ LIMITS = {"stress": 3 * 60 * 60, "gpu": 3 * 60, "ci": 15 * 60}
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Run the tests of a file in one worker, which shares what they make, and begin with the slowest files."""
+    """Run the tests of a file in one worker, which shares what they make.
+
+    The slowest files begin.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False
@@ -59,7 +64,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_cases(items):
-    """Mark all cases of a test but the first as ``ci``, but not in project/, where each is another page."""
+    """Mark all cases of a test but the first as ``ci``.
+
+    In project/ this is not done, where each case is another page.
+    """
     tests = defaultdict(list)
     for item in items:
         if item.path.parent.name != "project" and not any(
@@ -72,7 +80,10 @@ def mark_cases(items):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Skip the import, which takes seconds, of files whose tests are all marked ci where ci is left out."""
+    """Skip the import of files whose tests are all marked ci, where ci is left out.
+
+    The import takes seconds.
+    """
     if collection_path.suffix == ".py" and "not ci" in config.option.markexpr:
         return CI_FILE in collection_path.read_text() or None
     return None
@@ -83,7 +94,10 @@ def pytest_collectstart():
 
 
 def pytest_collection_finish():
-    """Hide imported objects from the garbage collector: looking through them takes a tenth of the tests' time."""
+    """Hide imported objects from the garbage collector.
+
+    Looking through them takes a tenth of the tests' time.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -1,4 +1,8 @@
-"""Tests for two devices: a GPU, and the CPU in the form of a GPU, which tries the tests on machines without one."""
+"""Tests for two devices.
+
+One is a GPU. The other is the CPU in the form of a GPU, which tries the tests on machines without
+one.
+"""
 
 import contextlib
 import warnings
@@ -42,7 +46,9 @@ def equal_slots(are_equal=True):
 
 @contextlib.contextmanager
 def waits(device, expected):
-    """Fail unless the host waits for the GPU so many times; where it must not, the error tells where it does.
+    """Fail unless the host waits for the GPU so many times.
+
+    Where it must not wait, the error tells where it does.
 
     On the CPU nothing waits.
     """

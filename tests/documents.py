@@ -1,4 +1,7 @@
-"""Read the code blocks of the documentation, and run them section by section, each in its own process."""
+"""Read the code blocks of the documentation, and run them.
+
+A section runs in a process of its own.
+"""
 
 import multiprocessing
 import re
@@ -49,7 +52,10 @@ class Block:
 
 
 def blocks_of(page):
-    """Return the blocks of a page in their order. A block without a language counts only by its lines with a prompt."""
+    """Return the blocks of a page in their order.
+
+    A block without a language counts only by its lines with a prompt.
+    """
     title, blocks = "", []
     for _, _, language, text, heading in PARTS.findall(page.read_text()):
         title = heading or title
@@ -100,7 +106,10 @@ def run_command(words):
 
 
 def before_spread_classifier(blocks):
-    """Return what the program of experts over processes in Lightning needs: the one in one process, without its run."""
+    """Return what the program of experts over processes in Lightning needs.
+
+    It is the program in one process, without its run.
+    """
     (alone,) = (block.text for block in blocks if block.section == "docs/trainers.md: Lightning")
     return alone.partition("module = ")[0] + (
         "from lightning.pytorch.strategies import ModelParallelStrategy\n"

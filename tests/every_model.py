@@ -1,4 +1,6 @@
-"""Check every ``<architecture>_ewa_moe``: ``python tests/every_model.py docs/generated/models_checked.md``.
+"""Check every ``<architecture>_ewa_moe``.
+
+The command is ``python tests/every_model.py docs/generated/models_checked.md``.
 
 For each name, with 2 experts in every other feed-forward network:
 
@@ -44,8 +46,9 @@ from timm_moe.models.registered import weightless_model
 HEADER = """\
 # Every `_ewa_moe`, checked
 
-What `python tests/every_model.py docs/generated/models_checked.md` found, which says what it checks. *Checked as* are
-the arguments that made the model small enough; none: it was checked as it is. A name without a row was not checked yet.
+What `python tests/every_model.py docs/generated/models_checked.md` found, which says what it
+checks. *Checked as* are the arguments that made the model small enough; none: it was checked as it
+is. A name without a row was not checked yet.
 
 | model | checked as | result | seconds |
 | --- | --- | --- | --- |
@@ -102,7 +105,10 @@ def _works(architecture: str, kwargs: dict[str, Any], below: int | None = None) 
 
 
 def check(architecture: str, kwargs: dict[str, Any]) -> None:
-    """Run steps 2 and 3 for a stock model with these arguments; raise an exception if a check fails."""
+    """Run steps 2 and 3 for a stock model with these arguments.
+
+    An exception is raised if a check fails.
+    """
     torch.manual_seed(0)
     dense = _with_random_weights(timm.create_model(architecture, **kwargs)).eval()
     weights = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
@@ -141,7 +147,10 @@ def check(architecture: str, kwargs: dict[str, Any]) -> None:
 
 
 def _trained(model: nn.Module, images: Tensor) -> Any:
-    """Return the outputs in training mode without dropout, whose random numbers would differ between two models."""
+    """Return the outputs in training mode without dropout.
+
+    The random numbers of dropout would differ between two models.
+    """
     torch.manual_seed(0)  # for RoPE, which draws first
     for module in model.train().modules():
         if isinstance(module, nn.Dropout):
@@ -169,7 +178,10 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def _with_random_weights(model: nn.Module) -> nn.Module:
-    """Move all weights away from their initial values, some of which hide what follows: zeros, small scales."""
+    """Move all weights away from their initial values.
+
+    Some initial values, zeros and small scales, hide what follows.
+    """
     for parameter in model.parameters():
         parameter.add_(torch.empty_like(parameter).uniform_(-0.03, 0.03))
     return model
@@ -185,7 +197,10 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def without_downloads() -> Iterator[None]:
-    """Keep timm from fetching weights for the ResNet in some hybrids, which their own weights replace."""
+    """Keep timm from fetching weights for the ResNet in some hybrids.
+
+    The hybrids' own weights replace those.
+    """
     with ExitStack() as stack:
         for name in ("resnet26d", "resnet50d"):
             untrained = partial(_untrained, getattr(vision_transformer_hybrid, name))

@@ -63,7 +63,11 @@ class Worker:
         )
 
     def run(self, *arguments, token=TOKEN, url=None, patience=30):
-        """Exit status, standard output and standard error of a command, for another Hub if a url is given."""
+        """Run a command, for another Hub if a url is given.
+
+        Returns:
+            Its exit status, standard output and standard error.
+        """
         command = {
             "arguments": list(map(str, arguments)),
             "token": token,

@@ -27,7 +27,10 @@ import yaml
 
 @dataclass
 class Repository:
-    """A repository: its branches and pull requests name commits, commits hold all files of a revision."""
+    """A repository.
+
+    Its branches and pull requests name commits, and a commit holds all files of a revision.
+    """
 
     kind: str
     private: bool
@@ -318,11 +321,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         errors = []
         if metadata.get("license", "other") not in ("apache-2.0", "mit", "cc-by-nc-4.0", "other"):
-            errors.append(
-                {
-                    "message": f'"license" must be one of [apache-2.0, ...], got {metadata["license"]}'
-                }
-            )
+            found = metadata["license"]
+            errors.append({"message": f'"license" must be one of [apache-2.0, ...], got {found}'})
         for entry in metadata.get("model-index", []):
             for result in entry["results"]:
                 if not {"type", "name"} <= result["dataset"].keys() or "type" not in result["task"]:

@@ -18,7 +18,10 @@ def observed(model, data, ood=None):
 
 
 def layer_of(load, dropped=0, labels=(0,), classes=("cat",), name="blocks.1.mlp", top_k=1):
-    """A layer in which one image has a load, or each of several images has its own, or each of their members."""
+    """Make a layer with these loads.
+
+    A load is that of one image, of each of several images, or of each of their members.
+    """
     count_IME = torch.tensor(load)
     count_IME = count_IME.view(-1, 1, count_IME.shape[-1]) if count_IME.ndim < 3 else count_IME
     experts = count_IME.shape[2]

@@ -37,7 +37,10 @@ def write_modelnet10(folder):
 
 
 def write_modelnet40(folder, count=4, num_points=30):
-    """Balls (class cone) and sticks (class night_stand): two class names, one of them with an underscore."""
+    """Write balls (class cone) and sticks (class night_stand).
+
+    One of the two class names has an underscore.
+    """
     rng = np.random.default_rng(0)
     folder.joinpath("modelnet40_shape_names.txt").write_text("cone\nnight_stand\n")
     for split, first in (("train", 0), ("test", count)):
@@ -60,7 +63,10 @@ def write_modelnet40(folder, count=4, num_points=30):
 
 
 def write_s3dis(folder):
-    """Two rooms in both layouts; the points of a room come from its objects in the order of their names."""
+    """Write two rooms in both layouts.
+
+    The points of a room come from its objects in the order of their names.
+    """
     rng = np.random.default_rng(0)
     (folder / "arrays/raw").mkdir(parents=True)
     for area, room in ((1, "office_1"), (5, "hallway_2")):

@@ -129,7 +129,9 @@ def _zygote(modules, autoload, settings):
 
 
 def run_new(command, **options):
-    """Run a command and capture its output; if the test is interrupted, end all processes that it started.
+    """Run a command and capture its output.
+
+    If the test is interrupted, all processes end that the command started.
 
     The output goes to files: children that outlive the command would hold pipes open, and the test
     would wait for them.
@@ -201,7 +203,10 @@ def _run(modules, autoload, argv, code, cwd, env, input, settings=()):
 
 
 def run_script(path, *arguments, cwd=None, autoload="1", input="", **env):
-    """Run ``python PATH ARGUMENTS`` in a process that has imported timm and, unless autoload is "0", this package."""
+    """Run ``python PATH ARGUMENTS`` in a process that has imported timm.
+
+    Unless autoload is "0", it has also imported this package.
+    """
     return _run(SCRIPTS_NEED, autoload, [str(path), *map(str, arguments)], None, cwd, env, input)
 
 
@@ -221,13 +226,17 @@ def run_code(
 _RANKS = """
 import json, runpy, sys, torch.multiprocessing
 file, name, processes, *arguments = json.loads(sys.argv[1])
-function = runpy.run_path(file)[name]  # by its file: pytest's names of test modules cannot be imported
+# The file is run, as pytest's names of test modules cannot be imported.
+function = runpy.run_path(file)[name]
 torch.multiprocessing.start_processes(function, arguments, processes, start_method="fork")
 """
 
 
 def run_ranks(function, arguments, processes):
-    """Call ``function(rank, *arguments)`` in so many processes, which may form a group; arguments are sent as JSON."""
+    """Call ``function(rank, *arguments)`` in so many processes.
+
+    These may form a group. The arguments are sent as JSON.
+    """
     call = json.dumps([inspect.getfile(function), function.__name__, processes, *arguments])
     done = run_code(_RANKS, call, PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,10 @@ def batch():
 
 
 def losses_by_hand(model, images):
-    """The outputs of a forward, and 0.01 E sum f P of every router, computed anew from what the routers saw."""
+    """Return the outputs of a forward, and 0.01 E sum f P of every router.
+
+    The latter is computed anew from what the routers saw.
+    """
     seen, handles = [], []
     for module in model.modules():
         if isinstance(module, TopKRouter):

@@ -1,4 +1,6 @@
-"""Pictures of a report for the documentation: python tests/screenshots.py PAGE FOLDER [NAME] [SECTION]
+"""Pictures of a report for the documentation.
+
+The command is python tests/screenshots.py PAGE FOLDER [NAME] [SECTION].
 
 Of a section of the page, the routing by default, as wide as a desk's screen and as a phone's. Needs
 Chromium, its driver and selenium.

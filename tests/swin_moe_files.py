@@ -15,7 +15,10 @@ def window_of(layer):
 
 
 def windows_of(layer, shifted):
-    """The windows of a map: their rows and columns, and for each place the region that it may look at."""
+    """Return the windows of a map.
+
+    They are rows and columns, and for each place the region that it may look at.
+    """
     n, grid = window_of(layer), GRIDS[layer]
     shift = n // 2 if shifted and n < grid else 0
     for top in range(shift, grid + shift, n):
@@ -26,14 +29,20 @@ def windows_of(layer, shifted):
 
 
 def coordinates(window):
-    """The reference's: -8 to 8 in logarithmic steps, for (2 window - 1) rows and columns of relative positions."""
+    """Return the reference's coordinates, -8 to 8 in logarithmic steps.
+
+    They are for (2 window - 1) rows and columns of relative positions.
+    """
     line = torch.arange(1 - window, window, dtype=DOUBLE) * 8 / (window - 1)
     line = line.sign() * (line.abs() + 1).log2() / math.log2(8)
     return torch.stack(torch.meshgrid(line, line, indexing="ij"), -1)
 
 
 def whole_model(num_experts=0, cosine=False, fc2_bias=False, seed=0):
-    """The arrays of a model in the published names, each expert layer's as a dictionary of whole experts."""
+    """Return the arrays of a model in the published names.
+
+    Each expert layer's are a dictionary of whole experts.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -107,7 +116,10 @@ def whole_model(num_experts=0, cosine=False, fc2_bias=False, seed=0):
 
 
 def files_of(rest, experts, ranks):
-    """Divide a model as its processes write it: all but the experts once, and to each e experts, or units of one."""
+    """Divide a model as its processes write it.
+
+    All but the experts is there once. Each process has e experts, or units of one.
+    """
     master, parts = dict(rest), [{} for _ in range(ranks)]
     for block, whole in experts.items():
         name = f"{block}.mlp._moe_layer.experts.batched_"

@@ -1,4 +1,7 @@
-"""What the commands print and log: names from files are harmless, and results are written before a pipe is closed."""
+"""What the commands print and log.
+
+Names from files are harmless, and results are written before a pipe is closed.
+"""
 
 import csv
 import json

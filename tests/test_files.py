@@ -1,4 +1,7 @@
-"""Where outputs are written: mount points, missing parents, several processes at once, what killed ones leave."""
+"""Where outputs are written.
+
+Tested are mount points, missing parents, several processes at once, and what killed ones leave.
+"""
 
 import errno
 import fcntl

@@ -1,4 +1,7 @@
-"""A process that a test starts ends with the test, even if the test is interrupted or the process dies."""
+"""A process that a test starts ends with the test.
+
+It does so even if the test is interrupted or the process dies.
+"""
 
 import os
 import signal
@@ -31,7 +34,8 @@ STARTS = {
     "a new process": ('run_new([sys.executable, "-c", {waits!r}])', 1),
     "a forked process": ("run_code({waits!r}, modules=())", 1),
     "torchrun": (
-        'run_new([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", {file!r}])',
+        'run_new([sys.executable, "-m", "torch.distributed.run", "--standalone", '
+        '"--nproc_per_node=2", {file!r}])',
         2,
     ),
 }
@@ -67,7 +71,8 @@ def test_processes_end_with_an_interrupted_test(kind, started, tmp_path):
     waits = WAITS.format(folder=str(started))
     file = tmp_path / "waits.py"
     file.write_text(waits)
-    code = f"{HEARS}\nfrom processes import run_code, run_new\n{start.format(waits=waits, file=str(file))}"
+    call = start.format(waits=waits, file=str(file))
+    code = f"{HEARS}\nfrom processes import run_code, run_new\n{call}"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     test = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
     try:

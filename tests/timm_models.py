@@ -88,7 +88,10 @@ class TheseModels:
     def list_models(
         self, filter="", module="", pretrained=False, exclude_filters="", **options
     ) -> list[str]:
-        """List like timm, but ignore ``module``: all models here have what timm's tests select modules for."""
+        """List like timm, but ignore ``module``.
+
+        All models here have what timm's tests select modules for.
+        """
         names = [
             name
             for name in self.all_models(pretrained=pretrained, **options)

@@ -1,4 +1,7 @@
-"""Run timm's own train.py and validate.py in new processes, where TIMM_SCRIPTS names their folder."""
+"""Run timm's own train.py and validate.py in new processes.
+
+TIMM_SCRIPTS names their folder.
+"""
 
 import csv
 import os

@@ -1,5 +1,6 @@
-"""Run the default test suite, and write the result to docs/generated/versions.md in the row of the installed versions:
-``python tests/versions.py``.
+"""Run the default test suite, and write the result to docs/generated/versions.md.
+
+The command is ``python tests/versions.py``. The result is in the row of the installed versions.
 """
 
 import os
@@ -16,9 +17,10 @@ LIBRARIES = ("torch", "timm", "transformers", "accelerate", "lightning", "peft")
 COLUMNS = ("Python", *LIBRARIES, "timm's train.py", "passed", "failed", "skipped", "date")
 HEAD = f"""# Versions that were tested
 
-Each row is a run of the default test suite on CPUs, with these versions. `python tests/versions.py` writes this page:
-it runs the suite and replaces the row of the installed versions. With TIMM_SCRIPTS=FOLDER, timm's own `train.py` and
-`validate.py` run too. Skipped are tests of what a machine lacks.
+Each row is a run of the default test suite on CPUs, with these versions. `python tests/versions.py`
+writes this page: it runs the suite and replaces the row of the installed versions. With
+TIMM_SCRIPTS=FOLDER, timm's own `train.py` and `validate.py` run too. Skipped are tests of what a
+machine lacks.
 
 | {" | ".join(COLUMNS)} |
 |{"---|" * len(COLUMNS)}
@@ -37,7 +39,10 @@ class Counts:
 
 
 def installed():
-    """List the versions of Python and the libraries, without the name of a build as in 2.8.0+cpu."""
+    """List the versions of Python and the libraries.
+
+    The name of a build, as in 2.8.0+cpu, is left out.
+    """
     return [
         ".".join(map(str, sys.version_info[:3])),
         *(version(name).partition("+")[0] for name in LIBRARIES),

@@ -1,1 +1,4 @@
-"""Parts of examples/point_clouds.py: grouping.py, data.py (readers), models.py (Point-BERT, Pix4Point)."""
+"""Parts of examples/point_clouds.py.
+
+They are grouping.py, data.py (readers) and models.py (Point-BERT, Pix4Point).
+"""

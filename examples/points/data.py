@@ -1,4 +1,7 @@
-"""Readers of point clouds, each for the file layout of its own data set. Nothing here downloads anything."""
+"""Readers of point clouds, each for the file layout of its own data set.
+
+Nothing here downloads anything.
+"""
 
 import gzip
 import io
@@ -33,7 +36,10 @@ S3DIS_CLASSES = (
 
 
 class Clouds(NamedTuple):
-    """Normalised clouds with N points each: points (clouds, N, 3), labels (clouds,) and the names of the classes."""
+    """Normalised clouds with N points each.
+
+    Points are (clouds, N, 3), labels (clouds,), and the classes are named.
+    """
 
     points: Tensor
     labels: Tensor
@@ -41,7 +47,10 @@ class Clouds(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A room of S3DIS: its name, points in metres (N, 3), colours from 0 to 255 (N, 3), labels of the points (N,)."""
+    """A room of S3DIS.
+
+    Points are in metres (N, 3), colours from 0 to 255 (N, 3), and labels are of the points (N,).
+    """
 
     name: str
     points: Tensor
@@ -50,7 +59,9 @@ class Room(NamedTuple):
 
 
 def read_mnist(folder: Path, split: str, limit: int | None = None, num_points: int = 256) -> Clouds:
-    """MNIST's digits as point sets in the plane z = 0, after PointNet++ (arXiv 1706.02413, section 4.1).
+    """Read MNIST's digits as point sets in the plane z = 0.
+
+    It is after PointNet++ (arXiv 1706.02413, section 4.1).
 
     Points are the pixels with at least half of the full ink. ``num_points`` of them are drawn, each
     once before any is drawn again, and moved at random within their pixel, so that no two coincide.
@@ -126,7 +137,9 @@ def _clouds(clouds: list[np.ndarray], labels: Any, classes: list[str]) -> Clouds
 def read_modelnet10(
     folder: Path, split: str, limit: int | None = None, num_points: int = 512
 ) -> Clouds:
-    """Chairs and monitors of ModelNet10 from grids of 32^3 voxels (GitHub, SomTambe/ModelNet10-dataset).
+    """Read chairs and monitors of ModelNet10 from grids of 32^3 voxels.
+
+    The files are those of SomTambe/ModelNet10-dataset on GitHub.
 
     Points are drawn from the filled voxels, and moved within them. The files do not state
     ModelNet10's own split: here every fifth shape is for testing. Empty grids are left out.

@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def farthest_points(points: Tensor, count: int) -> Tensor:
-    """Indices of points that are far from each other (farthest point sampling, PointNet++, section 3.2).
+    """Return the indices of points that are far from each other.
+
+    This is farthest point sampling (PointNet++, section 3.2).
 
     The first point of the cloud is chosen first. Each further one is the farthest from all chosen
     before. A cloud with fewer distinct points repeats its first one.
@@ -32,7 +34,10 @@ def farthest_points(points: Tensor, count: int) -> Tensor:
 
 
 def check_clouds(points: Tensor, count: int) -> None:
-    """Raise ValueError unless these are clouds (B, N, C) of at least ``count`` points with finite coordinates."""
+    """Raise ValueError unless these are clouds (B, N, C) of enough points.
+
+    There must be at least ``count`` points, with finite coordinates.
+    """
     if points.dim() != 3:
         raise ValueError(
             "A batch of clouds has the shape (clouds, points, coordinates), not "
@@ -79,6 +84,9 @@ def group_points(points: Tensor, num_groups: int, group_size: int) -> tuple[Tens
 
 
 def normalize(points: Tensor) -> Tensor:
-    """Move the mean of clouds (B, N, C) to 0 and scale the farthest point to distance 1; single points stay at 0."""
+    """Move the mean of clouds (B, N, C) to 0 and scale the farthest point to distance 1.
+
+    Single points stay at 0.
+    """
     points = points - points.mean(1, keepdim=True)
     return points / points.norm(dim=-1).amax(1).clamp_min(1e-9)[:, None, None]

@@ -71,7 +71,9 @@ class Encoder(nn.Module):
 
 
 class PointTransformer(nn.Module):
-    """Point-BERT's classifier (arXiv 2111.14819, section 4.2); the defaults are its ModelNet40 model, a ViT-S.
+    """Point-BERT's classifier (arXiv 2111.14819, section 4.2).
+
+    The defaults are its ModelNet40 model, a ViT-S.
 
     Args:
         num_classes: classes.
@@ -132,7 +134,9 @@ class PointTransformer(nn.Module):
 
 
 def load_point_bert(model: PointTransformer, path: str | PathLike) -> list[str]:
-    """Load a checkpoint of Point-BERT's code: all of a fine-tuned one, or all but the head of a pre-trained one.
+    """Load a checkpoint of Point-BERT's code.
+
+    All of a fine-tuned checkpoint is loaded, of a pre-trained one all but the head.
 
     Args:
         model: dense; convert it afterwards.
@@ -193,7 +197,9 @@ def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
 
 
 class PatchEmbed(nn.Module):
-    """Pix4Point's progressive point patch embedding: each stage keeps a quarter of the points (arXiv 2208.12259, 3.2).
+    """Pix4Point's progressive point patch embedding (arXiv 2208.12259, section 3.2).
+
+    Each stage keeps a quarter of the points.
 
     Args:
         in_channels: channels of the points' features, including coordinates if wanted.
@@ -215,7 +221,11 @@ class PatchEmbed(nn.Module):
             in_channels = hidden
 
     def forward(self, points: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps points (B, N, 3) with features (B, N, C) to those of the last stage, (B, G, 3) and (B, G, width)."""
+        """Embed points (B, N, 3) with features (B, N, C).
+
+        Returns:
+            The points (B, G, 3) and features (B, G, width) of the last stage.
+        """
         for first, second in self.convs:
             chosen = farthest_points(points, len(points[0]) // 4)
             centers, own = gather_points(points, chosen), gather_points(features, chosen)
@@ -238,7 +248,9 @@ def _conv(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 class PointViT(nn.Module):
-    """Pix4Point's encoder for segmentation (arXiv 2208.12259, section 3); the defaults are its S3DIS model, a ViT-S.
+    """Pix4Point's encoder for segmentation (arXiv 2208.12259, section 3).
+
+    The defaults are its S3DIS model, a ViT-S.
 
     Its decoder, which holds no experts, is not included.
 
@@ -281,7 +293,11 @@ class PointViT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, points: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps points (B, N, 3) and features (B, N, C) to the G centres (B, G, 3) and tokens (B, 1 + G, width)."""
+        """Encode points (B, N, 3) and features (B, N, C).
+
+        Returns:
+            The G centres (B, G, 3) and tokens (B, 1 + G, width).
+        """
         centers, x = self.patch_embed(points, features)
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
         positions = torch.cat([self.cls_pos.expand(len(x), -1, -1), self.pos_embed(centers)], 1)

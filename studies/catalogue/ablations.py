@@ -1,4 +1,7 @@
-"""EWA's choices: share rate, number, place and start of the experts (EWA, figure 2 and its ablations)."""
+"""EWA's choices: share rate, number, place and start of the experts.
+
+They are those of EWA, figure 2 and its ablations.
+"""
 
 from ..statistics import UNCLEAR
 from ..study import Arm, Finding, Study, compare
@@ -41,7 +44,10 @@ FINDINGS = (
 STUDY = Study(
     name="ablations",
     title="EWA: share rate, number and place of experts",
-    question="Which of EWA's choices matter? The default is 4 experts in every second block, share rate 0.3.",
+    question=(
+        "Which of EWA's choices matter? The default is 4 experts in every second block, share rate "
+        "0.3."
+    ),
     source="EWA (arXiv 2308.06093), section 5.4",
     sizes={"small": small(ARMS, range(3), findings=FINDINGS), "paper": paper(ARMS, range(3))},
 )

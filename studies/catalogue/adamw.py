@@ -1,4 +1,7 @@
-"""Fine-tuning as the pages do it: AdamW at their recipe, from weights that learned 80 classes, on 20 others."""
+"""Fine-tuning as the pages do it: AdamW at their recipe.
+
+The weights have learned 80 classes and are trained on 20 others.
+"""
 
 from ..deploy import Export, Soup
 from ..measure import Evaluation
@@ -64,7 +67,10 @@ def arms() -> tuple[Arm, ...]:
 STUDY = Study(
     name="adamw",
     title="Fine-tuning by AdamW",
-    question="What helps a network that has learned 80 classes and is fine-tuned on 20 others, by the pages' recipe?",
+    question=(
+        "What helps a network that has learned 80 classes and is fine-tuned on 20 others, by the "
+        "pages' recipe?"
+    ),
     source="ours",
     sizes={"small": small(arms(), images=PARTS)},
     measure=Evaluation(),

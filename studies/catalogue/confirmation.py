@@ -61,8 +61,10 @@ FINDINGS = (
 STUDY = Study(
     name="confirmation",
     title="When and how to merge: the confirmation",
-    question="Do the leaders of the search beat dense training, dropout and smaller initial weights on 20 other "
-    "classes and 5 other seeds?",
+    question=(
+        "Do the leaders of the search beat dense training, dropout and smaller initial weights on "
+        "20 other classes and 5 other seeds?"
+    ),
     source="ours",
     sizes={
         "small": small(

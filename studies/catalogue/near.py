@@ -1,4 +1,6 @@
-"""EWA near its paper: ViT-XT on all images of CIFAR-100, 100 epochs, the paper's augmentation and optimizer.
+"""EWA near its paper: ViT-XT on all images of CIFAR-100.
+
+It trains for 100 epochs with the paper's augmentation and optimizer.
 
 The size ``small`` has patches of 8 pixels, not 4, and runs on one core for about five hours a
 training.
@@ -66,9 +68,11 @@ STUDY = Study(
         ),
     },
     primary=(EWA, DENSE),
-    stated="the primary comparison is EWA to dense training, by top-1 on all test images after the last epoch. Paired "
-    "differences of study recipe had a standard deviation of 0.60 points. With as much here, half "
-    "of the interval of three seeds is 1.48 points, and a difference of 1.95 would be found with "
-    "a chance of 80 %. The paper's is 1.27, of one seed. Ten times the images should make the "
-    "spread smaller.",
+    stated=(
+        "the primary comparison is EWA to dense training, by top-1 on all test images after the "
+        "last epoch. Paired differences of study recipe had a standard deviation of 0.60 points. "
+        "With as much here, half of the interval of three seeds is 1.48 points, and a difference "
+        "of 1.95 would be found with a chance of 80 %. The paper's is 1.27, of one seed. Ten times "
+        "the images should make the spread smaller."
+    ),
 )

@@ -1,4 +1,6 @@
-"""EWA as near its paper as 15 minutes of one GPU reach: ViT-XT on all of CIFAR-100, with the paper's recipe.
+"""EWA as near its paper as 15 minutes of one GPU reach.
+
+It trains ViT-XT on all of CIFAR-100 with the paper's recipe.
 
 Only the epochs are fewer: 10 in place of 100. ``scratch --size paper`` states all 100.
 """

@@ -1,4 +1,6 @@
-"""When experts pay: each method under a weak, a medium and a strong recipe, on clean and on corrupted images.
+"""When experts pay: each method under a weak, a medium and a strong recipe.
+
+The models are evaluated on clean and on corrupted images.
 
 Stated before the runs: the difference from dense training shrinks as the recipe gets stronger; what
 EWA gains on clean images it keeps on corrupted ones, or loses there.
@@ -48,7 +50,10 @@ CURVE = ("--val-split", "test", "--val-interval", "10")
 
 
 def arms(recipe: str, options: tuple[str, ...], top_2: tuple[str, ...]) -> tuple[Arm, ...]:
-    """Train the methods under one recipe; each is compared with the dense network of that recipe."""
+    """Train the methods under one recipe.
+
+    Each method is compared with the dense network of that recipe.
+    """
 
     def trained(name: str, model: str, *kwargs: str, more: tuple[str, ...] = ()) -> Training:
         return Training(f"{recipe}-{name}", model, kwargs, (*options, *more))
@@ -119,8 +124,10 @@ FINDINGS = (
 STUDY = Study(
     name="recipe",
     title="When do experts pay?",
-    question="Does the difference from dense training depend on how strong the dense recipe is, and does it hold on "
-    "corrupted images?",
+    question=(
+        "Does the difference from dense training depend on how strong the dense recipe is, and "
+        "does it hold on corrupted images?"
+    ),
     source="ours; the question is that of arXiv 2411.18322",
     sizes={
         "small": small(

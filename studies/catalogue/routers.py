@@ -1,4 +1,6 @@
-"""Routers at equal active FLOPs and equal parameters: each layer costs a dense network and holds eight.
+"""Routers at equal active FLOPs and equal parameters.
+
+Each layer costs a dense network and holds eight.
 
 Stated before the runs: as in arXiv 2401.15969, Soft MoE is better than Expert Choice, and that than
 token choice.
@@ -96,7 +98,10 @@ STUDY = Study(
     name="routers",
     title="Routers compared",
     question="Which router is best at equal active FLOPs, and is one better than dense training?",
-    source="ours; after arXiv 2401.15969, with biases (2408.15664) and fine-grained experts (2401.06066)",
+    source=(
+        "ours; after arXiv 2401.15969, with biases (2408.15664) and fine-grained experts "
+        "(2401.06066)"
+    ),
     sizes={
         "small": small(
             arms(slots=2),

@@ -33,7 +33,9 @@ FINDINGS = (
 STUDY = Study(
     name="routing",
     title="Naive MoE and Early EWA",
-    question="Do routed experts pay, and does averaging them in the first half of the training help?",
+    question=(
+        "Do routed experts pay, and does averaging them in the first half of the training help?"
+    ),
     source="EWA (arXiv 2308.06093), table 5, ViT-S",
     sizes={
         "small": small(ARMS, range(3), findings=FINDINGS),

@@ -1,4 +1,6 @@
-"""When and how to merge experts: a search on held-out training images, by one seed of each candidate.
+"""When and how to merge experts: a search on held-out training images.
+
+Each candidate has one seed.
 
 The study ``confirmation`` repeats the leaders. Few images are seen 100 times, so that
 regularization has something to gain; in the other studies a network has not learned its training
@@ -64,8 +66,10 @@ FINDINGS = (
 STUDY = Study(
     name="search",
     title="When and how to merge: the search",
-    question="Which ways of merging are worth a second look? One seed of each, on held-out training images of 20 "
-    "classes.",
+    question=(
+        "Which ways of merging are worth a second look? One seed of each, on held-out training "
+        "images of 20 classes."
+    ),
     source="ours",
     sizes={
         "small": small(

@@ -100,7 +100,10 @@ IMAGENET_OPTIONS = (
 
 
 def small(arms: tuple[Arm, ...], seeds: range = range(5), **changes: Any) -> Size:
-    """Make a size for two cores: a fifth of the training images, ViTs 96 wide with 6 blocks, 30 epochs."""
+    """Make a size for two cores.
+
+    It has a fifth of the training images, ViTs 96 wide with 6 blocks, and 30 epochs.
+    """
     stated: dict[str, Any] = {
         "setting": "cifar100-small",
         "images": {"images": Images(train=(0, 100))},

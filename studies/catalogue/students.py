@@ -100,7 +100,10 @@ FINDINGS = (
 STUDY = Study(
     name="students",
     title="OneS: dense students of a WideNet",
-    question="Which way of gathering the experts is the best start for a dense student? Does distillation help?",
+    question=(
+        "Which way of gathering the experts is the best start for a dense student? Does "
+        "distillation help?"
+    ),
     source="OneS (arXiv 2201.10890), table 1, L on ImageNet",
     sizes={
         "small": small(arms(SMALL_FURTHER), range(3), findings=FINDINGS),

@@ -1,4 +1,6 @@
-"""EWA by twenty seeds under the strong recipe of study ``recipe``, beside what else an expert would try.
+"""EWA by twenty seeds under the strong recipe of study ``recipe``.
+
+Beside it is what else an expert would try.
 
 EWA's extra time would buy dense training a third more epochs where it costs most: on an H100 in
 bfloat16 a step with EWA takes 1.335 of a dense one (docs/generated/benchmarks.md). On the CPUs of
@@ -112,18 +114,22 @@ STUDY = Study(
     measure=Evaluation(),
     pairs=tuple((EWA, arm.name) for arm in arms() if arm.name not in (DENSE, EWA)),
     primary=(EWA, DENSE),
-    stated="the primary comparison is EWA to dense training, by top-1. All others are secondary, with p-values that "
-    "are corrected by Holm's method within the study. Paired differences of study recipe had a "
-    "standard deviation of 0.60 points under this recipe. With as much here, half of the interval "
-    "of twenty seeds is 0.28 points, and a difference of 0.39 would be found with a chance of 80 "
-    "%; with ten seeds 0.43 and 0.59.",
+    stated=(
+        "the primary comparison is EWA to dense training, by top-1. All others are secondary, with "
+        "p-values that are corrected by Holm's method within the study. Paired differences of "
+        "study recipe had a standard deviation of 0.60 points under this recipe. With as much "
+        "here, half of the interval of twenty seeds is 0.28 points, and a difference of 0.39 would "
+        "be found with a chance of 80 %; with ten seeds 0.43 and 0.59."
+    ),
 )
 
 PILOT = Study(
     name="twenty-pilot",
     title="EWA with diverse experts: the pilot",
-    question="Which form of EWA keeps its experts apart and gains most? Two seeds, on the fifty classes that study "
-    "twenty does not use.",
+    question=(
+        "Which form of EWA keeps its experts apart and gains most? Two seeds, on the fifty classes "
+        "that study twenty does not use."
+    ),
     source="ours",
     sizes={
         "small": small(

@@ -113,8 +113,10 @@ FINDINGS = (
 STUDY = Study(
     name="vimoe",
     title="ViMoE: shared expert and gate",
-    question="Eight image-level experts begin as copies: does the shared expert prevent a collapse that the gate "
-    "causes?",
+    question=(
+        "Eight image-level experts begin as copies: does the shared expert prevent a collapse that "
+        "the gate causes?"
+    ),
     source="ViMoE (arXiv 2410.15732), table 7, DINOv2 ViT-S/14 on CIFAR-100",
     sizes={
         "small": small(

@@ -1,4 +1,7 @@
-"""Methods that the papers compare with. The import registers their models and routers with timm and timm_moe."""
+"""Methods that the papers compare with.
+
+The import registers their models and routers with timm and timm_moe.
+"""
 
 from .batch_ensemble import (
     BatchEnsembleLinear,

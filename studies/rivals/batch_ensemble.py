@@ -1,4 +1,6 @@
-"""Batch ensembles inside one dense Vision Transformer (BatchEnsemble, arXiv 2002.06715; pBE, 2110.03360, appendix).
+"""Batch ensembles inside one dense Vision Transformer (BatchEnsemble, arXiv 2002.06715).
+
+pBE (arXiv 2110.03360, appendix) compares with them.
 
 Shape suffixes: B images, M members, D width.
 """
@@ -27,7 +29,9 @@ FACTORS = ("input_factor", "output_factor")
 
 
 class BatchEnsembleLinear(nn.Module):
-    """``((x * r_m) U) * s_m + b_m`` for member m: one matrix U for all members, two vectors and a bias for each.
+    """``((x * r_m) U) * s_m + b_m`` for member m.
+
+    All members share one matrix U. Each has two vectors and a bias of its own.
 
     The batch holds each image M times in a row, once for each member.
 
@@ -81,7 +85,10 @@ class BatchEnsembleLinear(nn.Module):
         self._draw_factors()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take a dense layer's bias for every member, and keep the factors that the checkpoint lacks."""
+        """Take a dense layer's bias for every member.
+
+        Factors that the checkpoint lacks are kept.
+        """
         bias = state_dict.get(f"{prefix}bias")
         if bias is not None and bias.ndim == 1:
             state_dict[f"{prefix}bias"] = bias.repeat(self.ensemble_size, 1)
@@ -102,7 +109,8 @@ class BatchEnsembleLinear(nn.Module):
 
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape
-        return f"in_features={in_features}, out_features={out_features}, ensemble_size={self.ensemble_size}"
+        size = f"in_features={in_features}, out_features={out_features}"
+        return f"{size}, ensemble_size={self.ensemble_size}"
 
 
 def _like(factor_MD: Tensor, x: Tensor) -> Tensor:
@@ -146,7 +154,9 @@ def scale_learning_rates(optimizer: Optimizer, parameters: Mapping[nn.Parameter,
 
 
 class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
-    """A ViT of M members that differ in the factors of a :class:`BatchEnsembleLinear` in the MLPs of some blocks.
+    """A ViT of M members that differ in the factors of some layers.
+
+    These are a :class:`BatchEnsembleLinear` each, in the MLPs of some blocks.
 
     Outputs: see :class:`MembersMixin`; other arguments: see :class:`PreLogitsVisionTransformer`.
     The members separate at the first of these blocks.
@@ -181,7 +191,10 @@ class BatchEnsembleVisionTransformer(MembersMixin, PreLogitsVisionTransformer):
         self.part_at(chosen[0], ensemble_size)
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters without weight decay: the stock model's, and the members' biases and factors."""
+        """Name the parameters without weight decay.
+
+        They are the stock model's, and the members' biases and factors.
+        """
         own = {f"{name}.{part}" for name in self._shared_layers() for part in ("bias", *FACTORS)}
         return {*super().no_weight_decay(), *own}
 

@@ -1,4 +1,7 @@
-"""Experts that are fused into one network by learned weights before each forward (ExFusion, arXiv 2603.27965)."""
+"""Experts that are fused into one network by learned weights (ExFusion, arXiv 2603.27965).
+
+They are fused before each forward.
+"""
 
 import warnings
 from typing import Any
@@ -66,7 +69,9 @@ class Fusion(Router):
 
 
 class FusedMlp(MoeMlp):
-    """E experts that every forward, in training too, computes as one network: their sum with learned weights.
+    """E experts that every forward, also in training, computes as one network.
+
+    The network is their sum with learned weights.
 
     A step costs a dense step and the fusion, as no token is dispatched. The fused network is
     exported.
@@ -118,7 +123,11 @@ class FusedMlp(MoeMlp):
             return {name: fused.unsqueeze(0) for name, fused in self._fused().items()}
 
     def _fused(self) -> dict[str, Tensor]:
-        """Add up the experts by their weights, in float32 or wider; ValueError if other processes hold some."""
+        """Add up the experts by their weights, in float32 or wider.
+
+        Raises:
+            ValueError: if other processes hold some of the experts.
+        """
         if self.dispatcher is not None:
             raise ValueError(
                 f"{self.path} merges its experts, which needs all of them in each process."

@@ -1,4 +1,7 @@
-"""MC dropout (pBE, arXiv 2110.03360, table 9): samples with the experts' dropout are the members of an ensemble."""
+"""MC dropout (pBE, arXiv 2110.03360, table 9).
+
+Samples with the experts' dropout are the members of an ensemble.
+"""
 
 from contextlib import ExitStack
 from types import MethodType
@@ -13,7 +16,9 @@ from timm_moe.layers.experts import dropouts
 
 
 def with_samples(model: Any, samples: int) -> Any:
-    """Give a model a method ``forward_members``, which samples it M times: (B, channels, H, W) to logits (B, M, C).
+    """Give a model a method ``forward_members``, which samples it M times.
+
+    It maps images (B, channels, H, W) to logits (B, M, C).
 
     In a ViT images are repeated at the input of the first block that has experts with dropout, so
     earlier blocks run once; in other models at the model's input.

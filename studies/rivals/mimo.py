@@ -1,4 +1,6 @@
-"""Ensembles that take M images at once (MIMO, arXiv 2010.06610), and in V-MoE (pBE, 2110.03360, appendix C).
+"""Ensembles that take M images at once (MIMO, arXiv 2010.06610).
+
+In a V-MoE they are those of pBE (arXiv 2110.03360, appendix C).
 
 Shape suffixes: M members, B images, R repetitions, T = R B rows of a mixed batch.
 """
@@ -31,7 +33,9 @@ def draw_mixture(
     batch_repetitions: int,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Draw the image that each member sees in each row of a mixed batch, (T, M) indices; see :class:`MimoMixin`.
+    """Draw the indices (T, M) of the image that each member sees in each row.
+
+    The rows are those of a mixed batch, see :class:`MimoMixin`.
 
     Raises:
         ValueError: if fewer than two rows are left to shuffle, so that members would always see the
@@ -52,7 +56,10 @@ def draw_mixture(
 
 
 def mix(x: Tensor, image_TM: Tensor) -> Tensor:
-    """Arrange images (B, C, H, W) as rows (T, M C, H, W), the members' images one after the other in the channels."""
+    """Arrange images (B, C, H, W) as rows (T, M C, H, W).
+
+    The members' images lie one after the other in the channels.
+    """
     return x[image_TM].flatten(1, 2)
 
 
@@ -64,7 +71,9 @@ def unmix(output: Tensor, image_TM: Tensor, batch: int) -> Tensor:
 
 
 class MimoMixin(VisionTransformer):
-    """A Vision Transformer that takes M images at once and classifies each (pBE, 2110.03360, appendix C).
+    """A Vision Transformer that takes M images at once and classifies each.
+
+    It is that of pBE (arXiv 2110.03360, appendix C).
 
     The patch embedding takes the channels of M images, the classifier has M C outputs. In training
     each member sees another image of the batch, and the output (B, R M, C) has all logits for each
@@ -169,7 +178,10 @@ class MimoVisionTransformer(MimoMixin, PreLogitsVisionTransformer):
 
 
 class MimoMoeVisionTransformer(MimoMixin, MoeVisionTransformer):
-    """MIMO in a V-MoE, see :class:`MimoMixin`. Its dense form is a :class:`MimoVisionTransformer`."""
+    """MIMO in a V-MoE, see :class:`MimoMixin`.
+
+    Its dense form is a :class:`MimoVisionTransformer`.
+    """
 
     def restore_stock_class(self) -> None:
         MoeMixin.restore_stock_class(self)

@@ -1,4 +1,7 @@
-"""Switch EMA: a moving average of the weights that is copied back into the model at intervals (arXiv 2402.09240)."""
+"""Switch EMA (arXiv 2402.09240).
+
+A moving average of the weights is copied back into the model at intervals.
+"""
 
 from typing import Any
 
@@ -12,7 +15,7 @@ from timm_moe.training.strange_optimizers import with_hooks
 
 
 class SwitchEma:
-    """A moving average of the parameters of an optimizer, copied back into the model at regular intervals.
+    """A moving average of an optimizer's parameters, copied back at regular intervals.
 
     The average is updated after each step. After every ``interval`` steps the model continues from
     it (section 3.2; the paper switches at the end of each epoch). The two are equal then, so a run

@@ -1,4 +1,7 @@
-"""Folders of images as they are in the wild: what is taken, what is left out with a word, and what is refused."""
+"""Folders of images as they are in the wild.
+
+Some things are taken, some are left out with a word, and some are refused.
+"""
 
 import json
 import os
@@ -64,7 +67,10 @@ ALL = ({(name, name) for name in CLASSES}, 10)
 
 
 def of_validate_py(folder, split="validation", class_map=""):
-    """The dataset of timm's validate.py, by its own call, with the default of every other option."""
+    """Make the dataset of timm's validate.py by its own call.
+
+    Every other option has its default.
+    """
     defaults = dict(
         download=False, load_bytes=False, num_samples=None, input_key=None, target_key=None
     )
@@ -142,7 +148,10 @@ MESSES = (
 
 
 class TestAsValidatePy:
-    """timm decides which files are images, which folders are classes, and how these are numbered."""
+    """timm decides which files are images and which folders classes.
+
+    It also numbers the classes.
+    """
 
     @staticmethod
     def check(images, expected):
@@ -301,7 +310,10 @@ class TestClassMap:
             self.images(folder, content, name)
 
     def test_a_line_without_a_name_is_a_class_too_many(self, folder, model):
-        """As for train.py: the classes behind it keep the numbers that the model was trained with."""
+        """It does so for train.py, too.
+
+        The classes behind it keep the numbers that the model was trained with.
+        """
         images = self.images(folder, [*CLASSES[:3], "", *CLASSES[3:]])
         assert class_names(images) == [*CLASSES[:3], "", *CLASSES[3:]]
         with pytest.raises(ValueError, match=r"has 6 classes, but .* has 5"):

@@ -1,4 +1,7 @@
-"""Few-shot evaluation: the regression against its definition, and the command on folders of images."""
+"""Few-shot evaluation.
+
+The regression is compared with its definition, and the command runs on folders of images.
+"""
 
 import json
 

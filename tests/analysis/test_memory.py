@@ -36,7 +36,10 @@ def tensors():
 
 
 class Counter:
-    """Number of tensors at the beginning of some forwards of a model: late enough for what is kept once to be there."""
+    """Count the tensors at the beginning of some forwards of a model.
+
+    These are so late that what is kept once is there.
+    """
 
     def __init__(self, model, forwards=(IMAGES - 8, IMAGES - 1)):
         self.done, self.found, self.forwards = 0, [], forwards

@@ -134,7 +134,10 @@ def test_before_the_first_image_the_value_is_not_a_number(name):
 
 @pytest.mark.parametrize("called", [False, True])
 def test_a_collection_is_its_metrics(called):
-    """Its compute groups hold metrics whose states were equal after the first batch, here of a perfect ensemble."""
+    """Its compute groups hold metrics whose states were equal after the first batch.
+
+    Here that is a batch of a perfect ensemble.
+    """
     perfect = torch.full((1, MEMBERS, CLASSES), -float("inf"))
     perfect[..., 0] = 0
     batches = [(perfect, torch.tensor([0])), *split()]

@@ -1,4 +1,7 @@
-"""Claims of a strange file: values without end, elements that it does not hold, files that are none."""
+"""Claims of a strange file.
+
+It states values without end, elements that it does not hold, or files that are none.
+"""
 
 import argparse
 import os
@@ -40,7 +43,10 @@ def nest(kind="list"):
 
 @pytest.fixture
 def quickly():
-    """Fail a test that computes for long; the text of one nest takes 20 seconds, a test without it one."""
+    """Fail a test that computes for long.
+
+    The text of one nest takes 20 seconds, a test without it one.
+    """
     begin = time.process_time()
     yield
     assert time.process_time() - begin < 8

@@ -25,9 +25,24 @@ import json, os, sys
 import huggingface_hub, matplotlib.figure, timm, torch
 import timm_moe_cli, timm_moe.cli, timm_moe.analysis.evaluation, timm_moe.analysis.routes
 
-NETWORK = {"socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.bind", "socket.sendto"}
+NETWORK = {
+    "socket.connect",
+    "socket.getaddrinfo",
+    "socket.gethostbyname",
+    "socket.bind",
+    "socket.sendto",
+}
 PROCESSES = {"os.system", "os.exec", "subprocess.Popen", "os.fork", "os.posix_spawn"}
-CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
+CHANGES = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+}
 events = []
 
 def watch(event, arguments):
@@ -38,9 +53,11 @@ def watch(event, arguments):
     if event in CHANGES:
         descriptors = [number for number in arguments[1:] if isinstance(number, int)]
         folder = os.getcwd()
-        if event in ("os.remove", "os.rmdir", "os.mkdir") and descriptors[-1] >= 0:  # the last is that of a folder
+        # The last descriptor of these events is that of a folder.
+        if event in ("os.remove", "os.rmdir", "os.mkdir") and descriptors[-1] >= 0:
             folder = os.readlink(f"/proc/self/fd/{descriptors[-1]}")
-        changed = names[1:] if event == "os.symlink" else names  # what a link points to is not changed
+        # What a link points to is not changed.
+        changed = names[1:] if event == "os.symlink" else names
         events.extend((event, os.path.abspath(os.path.join(folder, name))) for name in changed)
     elif event in ("os.listdir", "os.scandir", "open") and names:
         writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)

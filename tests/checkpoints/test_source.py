@@ -1,4 +1,7 @@
-"""From files to models: nothing guessed in silence, nothing changed to fit, and what the user states goes first."""
+"""From files to models.
+
+Nothing is guessed in silence or changed to fit, and what the user states goes first.
+"""
 
 import json
 import logging
@@ -280,7 +283,10 @@ def test_no_nan_in_json(tmp_path):
     "model", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe", "swin_tiny_patch4_window7_224_ewa_moe"]
 )
 def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, stated):
-    """Newer train.py gives a model of a fixed size --img-size by timm's own function; a Swin's weights do not tell."""
+    """Newer train.py gives a model of a fixed size --img-size by timm's own function.
+
+    The weights of a Swin do not tell the size.
+    """
     options = {name: value for name, value in OPTIONS.items() if name != "img_size"}
     if "swin" in model:
         options = dict(SMALL["swin_tiny_patch4_window7_224"])
@@ -441,7 +447,10 @@ def test_folders_without_a_config(tmp_path, files):
 
 @pytest.mark.parametrize("prefix", ["model.", "net.", "timm_model.", "model._orig_mod."])
 def test_weights_that_are_part_of_another_module(ewa_vit, tmp_path, caplog, prefix):
-    """As Lightning's LightningModule keeps them beside a criterion, and Trainer those of a wrapped model."""
+    """Lightning's LightningModule keeps them beside a criterion.
+
+    Trainer keeps those of a wrapped model so.
+    """
     weights = {f"{prefix}{name}": tensor for name, tensor in ewa_vit.state_dict().items()}
     checkpoint = {
         "state_dict": {**weights, "criterion.weight": torch.ones(5)},

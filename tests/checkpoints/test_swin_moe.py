@@ -1,5 +1,7 @@
-"""Swin-MoE checkpoints: synthetic files of several processes in the published layout, made small, and the outputs of a
-slow reference that computes with those files' own arrays.
+"""Swin-MoE checkpoints.
+
+The files are synthetic ones of several processes in the published layout, made small. Outputs are
+compared with a slow reference that computes with those files' own arrays.
 """
 
 import math

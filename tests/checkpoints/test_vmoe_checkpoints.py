@@ -1,5 +1,7 @@
-"""Official V-MoE checkpoints: small files that google-research/vmoe @ 942a78bc wrote (jax 0.10.2, flax 0.12.8), with
-the logits of its own model; data/vmoe/README.md says how they were made.
+"""Official V-MoE checkpoints.
+
+They are small files that google-research/vmoe @ 942a78bc wrote (jax 0.10.2, flax 0.12.8), with the
+logits of its own model. data/vmoe/README.md says how they were made.
 """
 
 import re
@@ -174,7 +176,10 @@ def flax_params(**shape):
 
 
 def test_the_published_b16_is_recognised():
-    """More than ten blocks, experts in every other: the sizes of vmoe_b16_imagenet21k_randaug_strong."""
+    """There are more than ten blocks, with experts in every other.
+
+    The sizes are those of vmoe_b16_imagenet21k_randaug_strong.
+    """
     params, model = flax_params()
     state_dict = state_dict_from_flax(params)
     assert {name: tensor.shape for name, tensor in state_dict.items()} == {
@@ -357,7 +362,10 @@ def packed(*bounds):
 
 
 def claims(count=3, slices=None, shards=None):
-    """The index with another number of shards, or with other slices or shards of "cls", which has shape (1, 1, 16)."""
+    """Return the index with another number of shards, or other slices or shards of "cls".
+
+    The array has the shape (1, 1, 16).
+    """
     index = msgpack.unpackb((FOLDER / "vmoe_tiny.index").read_bytes(), strict_map_key=False)
     index["shard_count"] = count
     info, *whole = msgpack.unpackb(index["index"]["cls"].data)

@@ -184,7 +184,10 @@ def test_a_checkpoint_of_four_processes_opens_in_one_and_two(tmp_path):
 
 
 def resuming_worker(rank, folder):
-    """Two steps, then two more by models and optimizers of their own from the checkpoint of the first two."""
+    """Make two steps, then two more by models and optimizers of their own.
+
+    The latter start from the checkpoint of the first two.
+    """
     join_group(rank, folder)
     images, targets, _ = whole_batch(1, 2)
     mesh, own = init_device_mesh("cpu", (2,)), slice(8 * rank, 8 * rank + 8)
@@ -246,7 +249,10 @@ class ByImage(Router):
 
 
 def ewa_worker(rank, folder, processes, optimizer, name):
-    """Each process trains its own expert on its own images; in one process, they are parts of the batch."""
+    """Each process trains its own expert on its own images.
+
+    In one process, these are parts of the batch.
+    """
     join_group(rank, folder, processes)
     torch.manual_seed(0)
     options = {

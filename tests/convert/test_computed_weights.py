@@ -1,4 +1,7 @@
-"""Networks whose weights come from adapters, hooks or parametrizations are refused, whatever finds the network."""
+"""Networks whose weights come from adapters, hooks or parametrizations.
+
+They are refused, whatever finds the network.
+"""
 
 import pytest
 import timm

@@ -135,7 +135,10 @@ def test_a_block_that_holds_buffers_is_told_and_counted(
     expected = dense_vit(images)
     timm_moe.convert_to_moe(dense_vit, moe_layers=rule)
     assert list(timm_moe.moe_layers(dense_vit)) == [f"blocks.{block}.mlp" for block in places]
-    told = f"Left as it is: blocks.{holding[0]}.mlp, a Mlp, cannot become experts: it holds a buffer (act.calls)"
+    told = (
+        f"Left as it is: blocks.{holding[0]}.mlp, a Mlp, cannot become experts: it holds a buffer "
+        "(act.calls)"
+    )
     assert [
         record.getMessage()[: len(told)]
         for record in caplog.records
@@ -217,7 +220,10 @@ def test_to_dense_refuses_a_dense_model_and_unknown_methods(dense_vit, ewa_vit):
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
 def test_to_dense_has_nothing_of_the_conversion(dense_vit, router):
-    """What is trained is what is trained now, the dropout is the dense network's, the mode that of now."""
+    """The experts take over what the dense network is now.
+
+    That is which parameters are trained, the dropout, and the mode.
+    """
     dense_vit.blocks[1].mlp.drop1.p = 0.2
     dense_vit.blocks[3].mlp.fc1.weight.requires_grad_(False)
     options = dict(shared_expert=True) if router == "top_k" else {}

@@ -1,4 +1,7 @@
-"""Models with fine-grained experts, and with experts whose hidden units are partly drawn again: from dense and back."""
+"""Models with fine-grained experts, from dense and back.
+
+There are also experts whose hidden units are partly drawn again.
+"""
 
 import copy
 

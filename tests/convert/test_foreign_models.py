@@ -1,4 +1,7 @@
-"""convert_to_moe on models that timm did not make: found, named or refused, and back as they were."""
+"""convert_to_moe on models that timm did not make.
+
+They are found, named or refused, and come back as they were.
+"""
 
 import copy
 import logging

@@ -102,7 +102,10 @@ def test_identities(shape, ffn, seed):
 @settings(max_examples=25)
 @given(shape=shapes, ffn=st.sampled_from([Mlp, GluMlp, SwiGLU]), seed=st.integers(0, 99))
 def test_hidden_units_stay_whole(shape, ffn, seed):
-    """The gathered network is the sum of what each expert's strongest units compute, biases aside."""
+    """The gathered network is the sum of what each expert's strongest units compute.
+
+    Biases are left aside.
+    """
     num_experts, width, hidden = shape
     torch.manual_seed(seed)
     layer = Experts(

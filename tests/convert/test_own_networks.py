@@ -1,4 +1,7 @@
-"""Networks of a user's own class that do something else in training, or hold something that experts cannot."""
+"""Networks of a user's own class.
+
+They do something else in training, or hold something that experts cannot.
+"""
 
 import copy
 
@@ -130,10 +133,14 @@ def experts_of(layer):
 
 
 REFUSED = {
-    MixesInTraining: "blocks.0.mlp, a MixesInTraining, cannot become experts: it mixes rows, .* in training mode",
+    MixesInTraining: (
+        "blocks.0.mlp, a MixesInTraining, cannot become experts: it mixes rows, .* in training mode"
+    ),
     MixesDetachedInTraining: "it mixes rows, .* in training mode",
     MixesNoiseInTraining: "it mixes rows, .* in training mode",
-    BoundMethod: "an expert would not compute the same, as it does not find all weights in its submodules",
+    BoundMethod: (
+        "an expert would not compute the same, as it does not find all weights in its submodules"
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""Routers plug in: by a registered name, a spec or a callable, with nothing of the package edited."""
+"""Routers plug in by a registered name, a spec or a callable.
+
+Nothing of the package is edited.
+"""
 
 import copy
 import inspect
@@ -150,7 +153,7 @@ def test_weights_that_cannot_begin_anew_are_told():
         (
             {"router": "position"},
             ValueError,
-            r"top_k, expert_choice, soft, .*modulo.*, got 'position'; one of your own is registered",
+            r"top_k, expert_choice, soft, .*modulo.*, got 'position'; one of your own is",
         ),
         (
             {"router": "modulo", "shared_init": "zero_out"},

@@ -1,4 +1,7 @@
-"""A model is converted before it is wrapped, and loads the checkpoints of models with the same expert layers."""
+"""A model is converted before it is wrapped.
+
+It loads the checkpoints of models with the same expert layers.
+"""
 
 import copy
 import io

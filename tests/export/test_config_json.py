@@ -1,4 +1,7 @@
-"""Entries of an export's config.json: names of the classes, the licence, the history of the weights."""
+"""Entries of an export's config.json.
+
+They are names of the classes, the licence, and the history of the weights.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Export of models that timm did not make: read by their own library, in a process without this package."""
+"""Export of models that timm did not make.
+
+Their own library reads them, in a process without this package.
+"""
 
 import json
 import logging
@@ -50,7 +53,8 @@ OPEN = """
 import json, sys, torch, transformers
 root, places = sys.argv[1], json.loads(sys.argv[2])
 for name, class_name in places.items():
-    model, info = getattr(transformers, class_name).from_pretrained(f"{root}/{name}", output_loading_info=True)
+    kind = getattr(transformers, class_name)
+    model, info = kind.from_pretrained(f"{root}/{name}", output_loading_info=True)
     assert not any(info.values()), info
     images = torch.load(f"{root}/{name}.images.pt")
     torch.manual_seed(0)
@@ -295,7 +299,10 @@ def test_a_model_of_torchvision(tmp_path, caplog):
 
 
 def test_neither_timm_nor_transformers_takes_a_state_dict_for_theirs(transformers, tmp_path):
-    """timm takes what stands before a dot for its architecture, older transformers guess by the folder's name."""
+    """timm takes what stands before a dot for its architecture.
+
+    Older transformers guess by the folder's name.
+    """
     lookalike = type("ResNet", (timm.models.ResNet,), {"__module__": "resnet18"})
     model = lookalike(timm.models.resnet.BasicBlock, (2, 2, 2, 2), num_classes=1000)
     export_dense(model, tmp_path / "vit", example_inputs=torch.randn(1, 3, 32, 32))
@@ -389,7 +396,8 @@ def test_experts_themselves_are_a_state_dict(transformers, tmp_path):
 def test_transformers_is_not_imported():
     code = """
 import sys, tempfile, torch, timm_moe
-timm_moe.export_dense(torch.nn.Linear(2, 2), tempfile.mkdtemp() + "/model", example_inputs=torch.ones(1, 2))
+model, folder = torch.nn.Linear(2, 2), tempfile.mkdtemp() + "/model"
+timm_moe.export_dense(model, folder, example_inputs=torch.ones(1, 2))
 assert "transformers" not in sys.modules
 """
     done = run_code(code)

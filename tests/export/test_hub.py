@@ -44,8 +44,13 @@ for name, file in zip(sys.argv[2::2], sys.argv[3::2]):
     torch.manual_seed(0)
     output = model(torch.randn(4, 3, 32, 32)).detach()
     repo_id, _, revision = name.removeprefix("hf-hub:").partition("@")
-    files = sorted(path.name for path in Path(snapshot_download(repo_id, revision=revision or None)).iterdir())
-    result = {"class": type(model).__name__, "files": files, "tensors": model.state_dict(), "output": output}
+    folder = Path(snapshot_download(repo_id, revision=revision or None))
+    result = {
+        "class": type(model).__name__,
+        "files": sorted(path.name for path in folder.iterdir()),
+        "tensors": model.state_dict(),
+        "output": output,
+    }
     torch.save(result, file)
 assert ("timm_moe" in sys.modules) == (sys.argv[1] == "package")
 os._exit(0)  # skips the interpreter's own end, which takes a second
@@ -58,7 +63,10 @@ def checkpoint(checkpoints):
 
 
 def load(server, folder, environment, *names):
-    """Models that another process gets from the Hub by name, in an environment with the package or plain."""
+    """Models that another process gets from the Hub by name.
+
+    Its environment has the package or is plain.
+    """
     files = [folder / f"{number}.pt" for number in range(len(names))]
     env = {**client_environment(folder, server.url), "HF_TOKEN": TOKEN}
     if environment == "plain":
@@ -80,7 +88,10 @@ def assert_same(loaded, model):
 
 
 def assert_plain(server, checkpoint, folder, weights_by_name):
-    """Assert that timm alone loads these names as stock models of these weights of the checkpoint."""
+    """Assert that timm alone loads these names as stock models.
+
+    They have the weights of the checkpoint.
+    """
     expert = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, num_experts=3)
     state = torch.load(checkpoint, weights_only=False)
     loaded = load(server, folder, "plain", *weights_by_name)

@@ -1,4 +1,7 @@
-"""What timm's onnx_export.py makes of exported models gives the expert models' outputs in onnxruntime."""
+"""What timm's onnx_export.py makes of exported models.
+
+In onnxruntime it gives the expert models' outputs.
+"""
 
 import math
 

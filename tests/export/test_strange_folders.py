@@ -1,4 +1,7 @@
-"""Folders of strangers: links that lead out of them, and what is pushed if a file changes meanwhile."""
+"""Folders of strangers.
+
+Links lead out of them, and a file changes while it is pushed.
+"""
 
 import json
 import os

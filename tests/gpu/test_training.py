@@ -1,4 +1,8 @@
-"""Training on a GPU: memory of an EWA step, DistributedDataParallel, timm's train.py with mixed precision."""
+"""Training on a GPU.
+
+Tested are the memory of an EWA step, DistributedDataParallel, and timm's train.py with mixed
+precision.
+"""
 
 import copy
 import math

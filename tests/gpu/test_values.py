@@ -40,7 +40,10 @@ LOSSES = {"importance": 0.1, "load": 0.2, "balance": 0.3, "balance_top_k": 0.4}
 
 
 def layers(kind, network):
-    """Expert layers of a kind, each with a batch: whole and partial parts, too few rows, none, dropped choices."""
+    """Yield expert layers of a kind, each with a batch.
+
+    Batches have whole and partial parts, too few rows, none, or dropped choices.
+    """
     if kind == "random partition":
         for batch, rows in ((2, 6), (2, 7), (1, 3), (0, 7)):
             yield EwaMlp(NETWORKS[network](), 4, "independent"), torch.randn(batch, rows, WIDTH)

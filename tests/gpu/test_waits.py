@@ -1,4 +1,7 @@
-"""The host's waits for a GPU in training steps and in evaluation, in the types that timm's train.py has."""
+"""The host's waits for a GPU in training steps and in evaluation.
+
+The types are those that timm's train.py has.
+"""
 
 import contextlib
 

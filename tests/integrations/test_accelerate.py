@@ -1,4 +1,7 @@
-"""Accelerate: the example resumes as if it had never stopped; accumulated gradients hold the routers' losses."""
+"""Accelerate.
+
+The example resumes as if it had never stopped. Accumulated gradients hold the routers' losses.
+"""
 
 import runpy
 import shutil
@@ -105,7 +108,10 @@ def test_averaging_follows_the_steps_that_are_taken(accelerator, images, ewa_vit
 
 
 def test_a_model_prepared_for_mixed_precision_is_exported(images, ewa_vit, tmp_path):
-    """Accelerate puts autocast around its forward, for good; the written model computes without it."""
+    """Accelerate puts autocast around its forward, for good.
+
+    The written model computes without it.
+    """
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.unwrap_model(accelerator.prepare(ewa_vit)).eval()
     assert export_dense(model, tmp_path / "vit").largest_difference < 1e-6

@@ -1,4 +1,7 @@
-"""Every kind of model in every trainer: trained on real images, resumed, made dense, opened without this package."""
+"""Every kind of model in every trainer.
+
+It is trained on real images, resumed, made dense, and opened without this package.
+"""
 
 import copy
 import json

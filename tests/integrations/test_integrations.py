@@ -1,4 +1,7 @@
-"""Other libraries in brief; their own files, as test_trainer.py and test_foreign_export.py, have more, for CI."""
+"""Other libraries in brief.
+
+Their own files, such as test_trainer.py and test_foreign_export.py, have more, for CI.
+"""
 
 import pytest
 import timm

@@ -1,4 +1,7 @@
-"""What timm's optimizers make of stacked parameters: groups by name as in the dense model, updates as of E networks."""
+"""What timm's optimizers make of stacked parameters.
+
+Groups are by name as in the dense model, and updates are those of E networks.
+"""
 
 import logging
 
@@ -165,7 +168,10 @@ PER_TENSOR = ["lamb", "lars", "adamp", "novograd", "mars", "adafactor", "cadamw"
 
 
 def updates_together_and_apart(opt, shape, scale):
-    """The largest difference between an optimizer of stacked tensors and one of as many single ones, of 3 steps."""
+    """Return the largest difference between two optimizers after 3 steps.
+
+    One has stacked tensors, the other as many single ones.
+    """
     torch.manual_seed(0)
     start = torch.randn(4, *shape) * torch.as_tensor(scale).view(4, *(1 for _ in shape))
     stacked, single = nn.Parameter(start.clone()), [nn.Parameter(part.clone()) for part in start]

@@ -1,4 +1,7 @@
-"""Searches for a batch size or a learning rate: training runs several times, at times until memory runs out."""
+"""Searches for a batch size or a learning rate.
+
+Training runs several times, at times until memory runs out.
+"""
 
 import logging
 
@@ -22,7 +25,10 @@ MODELS = {
 
 
 def create(kind, most_images, forwards_before=0):
-    """A model that runs out of memory on more images than these, amid a forward, after some forwards."""
+    """A model that runs out of memory on more images than these.
+
+    It does so amid a forward, after some forwards.
+    """
     torch.manual_seed(0)
     model = timm.create_model(**MODELS[kind], **SMALL_VIT)
     sizes = model.sizes = []
@@ -37,7 +43,10 @@ def create(kind, most_images, forwards_before=0):
 
 
 def assert_trained_in_silence(model, caplog):
-    """Nothing is said of experts that nothing averages, nor of losses that nobody added; what is averaged was so."""
+    """Assert that the experts were averaged, and that no warning says otherwise.
+
+    The warnings are of experts that nothing averages, and of losses that nobody added.
+    """
     ours = [record for record in caplog.records if record.name.startswith("timm_moe")]
     assert [record.message for record in ours if record.levelno >= logging.WARNING] == []
     for layer in moe_layers(model).values():
@@ -72,7 +81,10 @@ def trainer(tmp_path):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_auto_find_batch_size(trainer, kind, caplog):
-    """It runs out in the second step, so that the first one's count is there, and in the first one of other trials."""
+    """It runs out in the second step, so that the first one's count is there.
+
+    Other trials run out in the first step.
+    """
     model = create(kind, most_images=6, forwards_before=1)
     run = trainer(model)
     run.train()

@@ -1,4 +1,7 @@
-"""The public timm objects in the order in which train.py uses them, with nothing of ours called by name."""
+"""The public timm objects in the order in which train.py uses them.
+
+Nothing of ours is called by name.
+"""
 
 import argparse
 import copy

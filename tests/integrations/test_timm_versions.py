@@ -1,4 +1,7 @@
-"""Another timm: one that records no arguments, and one that lacks or renames what some models need."""
+"""Another version of timm.
+
+One records no arguments, another lacks or renames what some models need.
+"""
 
 import functools
 import json
@@ -30,7 +33,8 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import timm_moe, timm_moe.cli
 from timm_moe.models.registered import registered_models
-model = timm.create_model("vit_tiny_moe", img_size=32, embed_dim=32, num_heads=2, depth=2, routing_unit="image")
+size = dict(img_size=32, embed_dim=32, num_heads=2, depth=2)
+model = timm.create_model("vit_tiny_moe", **size, routing_unit="image")
 (model(torch.randn(2, 3, 32, 32)).sum() + timm_moe.auxiliary_loss(model)).backward()
 told = [str(warning.message) for warning in caught if "timm_moe.models" in str(warning.message)]
 print(json.dumps([sorted(registered_models()), told]))

@@ -1,4 +1,7 @@
-"""ExpertCallback in Hugging Face's Trainer: native models of transformers, and timm's in their wrapper."""
+"""ExpertCallback in Hugging Face's Trainer.
+
+Models are native ones of transformers, and timm's in their wrapper.
+"""
 
 import copy
 
@@ -95,7 +98,10 @@ MODELS = {
 @pytest.mark.parametrize("router", ["random", "top_k"])
 @pytest.mark.parametrize("kind", ["ViT", "DINOv2", "timm"])
 def test_resumed_it_is_the_uninterrupted_run(kind, router, tmp_path):
-    """Also where save_pretrained writes the names of earlier versions, as of ViT, which Trainer does not load again."""
+    """Some models are written with the names of earlier versions, such as ViT.
+
+    Trainer does not load these again.
+    """
     options = dict(share_rate=FULL, share_schedule="linear") if router == "random" else {}
     whole = trainer(MODELS[kind](tmp_path / "model", router=router, **options), tmp_path / "whole")
     start = copy.deepcopy(whole.model.state_dict())
@@ -166,7 +172,10 @@ class OwnLoss(transformers.Trainer):
 
 
 class LossOnTop(transformers.Trainer):
-    """Adds the routers' losses to what Trainer's compute_loss returns, as one does who knows of no callback."""
+    """Adds the routers' losses to what Trainer's compute_loss returns.
+
+    A user does so who knows of no callback.
+    """
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         return super().compute_loss(model, inputs, *args, **kwargs) * 1.0

@@ -1,4 +1,7 @@
-"""Ensembles inside one model in Hugging Face's Trainer: each member's output is compared with its image's label."""
+"""Ensembles inside one model in Hugging Face's Trainer.
+
+Each member's output is compared with its image's label.
+"""
 
 import logging
 

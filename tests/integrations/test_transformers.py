@@ -1,4 +1,7 @@
-"""Hugging Face transformers opens what is written here, and timm opens what transformers saves of it."""
+"""Hugging Face transformers opens what is written here.
+
+timm opens what transformers saves of it.
+"""
 
 import json
 
@@ -72,6 +75,10 @@ OPEN = """
 import json, sys, timm, torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+def classify(folder, picture):
+    return pipeline("image-classification", model=folder)(picture, top_k=1)
+
 picture = Image.open(sys.argv[2])
 for folder in json.loads(sys.argv[3]):
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
@@ -84,7 +91,7 @@ for folder in json.loads(sys.argv[3]):
         "logits": model(images).logits.detach(),
         "pixels": processor(picture.convert("L") if grey else picture)["pixel_values"],
         "names": [model.config.id2label[number] for number in range(model.config.num_labels)],
-        "answer": None if grey else pipeline("image-classification", model=folder)(picture, top_k=1),
+        "answer": None if grey else classify(folder, picture),
     }
     model.save_pretrained(folder + "/saved")
     loaded = timm.create_model(f"local-dir:{folder}/saved", pretrained=True).eval()
@@ -136,7 +143,10 @@ def _write(kind, folder):
 
 @pytest.fixture(scope="module")
 def opened(request, tmp_path_factory):
-    """A folder of each kind to be tested; transformers opens it in another process, with or without this package."""
+    """Write a folder of each kind to be tested.
+
+    transformers opens it in another process, with or without this package.
+    """
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     wanted = {

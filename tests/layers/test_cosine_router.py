@@ -1,4 +1,7 @@
-"""The cosine router: values and gradients against a slow reference, its initial weights, refusals."""
+"""The cosine router.
+
+Values and gradients are compared with a slow reference; initial weights and refusals are tested.
+"""
 
 import math
 

@@ -153,7 +153,10 @@ def test_not_a_number_stays_with_its_row(top_k):
 
 
 def test_a_layer_computes_a_routing_once():
-    """Kernels of a forward and backward pass, for which a GPU waits; today's numbers, which may fall."""
+    """Count the kernels of a forward and backward pass, for which a GPU waits.
+
+    The numbers are today's and may fall.
+    """
     layers = {
         "EWA": (EwaMlp(Mlp(WIDTH, 12), 4), 15),
         "top-1": (
@@ -234,7 +237,10 @@ def test_second_derivatives():
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a GPU: a value that is read, and a tensor that is copied from or to it."""
+    """Counts what makes the host wait for a GPU.
+
+    It is a value that is read, and a tensor that is copied from or to the GPU.
+    """
 
     number = 0
 

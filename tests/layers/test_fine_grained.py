@@ -1,4 +1,7 @@
-"""Experts of a part of the dense network's hidden units, and of hidden units that are drawn again."""
+"""Experts of a part of the dense network's hidden units.
+
+Hidden units may also be drawn again.
+"""
 
 import copy
 import pickle
@@ -75,7 +78,10 @@ def network(name, hidden, width=WIDTH):
 
 
 def reference_part(ffn, last, number, parts):
-    """Part of a network, as a function: its other hidden units are set to zero, its last bias is divided."""
+    """Return a part of a network, as a function.
+
+    Its other hidden units are set to zero, its last bias is divided.
+    """
     masked = copy.deepcopy(ffn)
     layer = masked.get_submodule(last)
     units = torch.arange(layer.in_features) * parts // layer.in_features == number
@@ -391,6 +397,9 @@ class Wrong(nn.Module):
 )
 @pytest.mark.parametrize("options", [dict(expert_width=0.5), dict(expert_init="drop")])
 def test_networks_without_hidden_units_of_their_own_are_refused(ffn, options):
-    message = rf"elementwise operations on its hidden units, which this {type(ffn).__name__} is not: leave both"
+    message = (
+        rf"elementwise operations on its hidden units, which this {type(ffn).__name__} is not: "
+        "leave both"
+    )
     with pytest.raises(ValueError, match=message):
         MoeMlp(ffn, TopKRouter(8, 4), 4, **options)

@@ -1,4 +1,7 @@
-"""Products of runs of rows with stacked matrices, and networks that run once over the rows of all experts."""
+"""Products of runs of rows with stacked matrices.
+
+Networks run once over the rows of all experts.
+"""
 
 import warnings
 

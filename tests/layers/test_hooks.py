@@ -1,4 +1,7 @@
-"""What users and other libraries do to the modules inside an expert layer: hooks, offloading, computed weights."""
+"""What users and other libraries do to the modules inside an expert layer.
+
+They add hooks, offload them, or compute weights.
+"""
 
 import copy
 import pickle

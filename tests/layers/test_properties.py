@@ -152,7 +152,10 @@ def test_without_capacities_the_order_of_the_rows_does_not_matter(case, data):
 def test_gathering_does_not_depend_on_the_order_of_the_experts(
     method, ffn, num_experts, width, half, data
 ):
-    """But for the order of the hidden units, which the network's function does not depend on either."""
+    """They are equal but for the order of the hidden units.
+
+    The network's function does not depend on that order either.
+    """
     # That each expert gives the same number.
     hidden = 2 * half * (num_experts if method.startswith("topk") else 1)
     networks = [ffn(width, hidden).double() for _ in range(num_experts)]

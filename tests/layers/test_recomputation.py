@@ -1,4 +1,7 @@
-"""Gradient checkpointing, which repeats forwards in backward, gives the gradients of the forward."""
+"""Gradient checkpointing gives the gradients of the forward.
+
+It repeats forwards in backward.
+"""
 
 import copy
 import pickle

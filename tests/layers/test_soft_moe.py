@@ -21,7 +21,10 @@ def unit(vector):
 
 
 def reference(moe, image):
-    """Compute the tokens (N, D) of one image slot by slot and token by token (arXiv 2308.00951, algorithm 1)."""
+    """Compute the tokens (N, D) of one image slot by slot and token by token.
+
+    This is algorithm 1 of arXiv 2308.00951.
+    """
     experts, slots, _ = moe.router.slots.shape
     logits = torch.stack(
         [

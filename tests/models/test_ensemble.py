@@ -1,4 +1,7 @@
-"""pBE: routers of members and the model around them, against the golden files, V-MoE, and on timm's own roads."""
+"""pBE: routers of members and the model around them.
+
+They are compared with the golden files and V-MoE, and run in all ways that timm's scripts take.
+"""
 
 import copy
 import pickle

@@ -1,4 +1,7 @@
-"""Built on the meta device, materialised and initialised by timm's init_weights: as if built in the ordinary way."""
+"""Models built on the meta device, materialised and initialised by timm's init_weights.
+
+They are as if built in the ordinary way.
+"""
 
 import pytest
 import timm

@@ -173,9 +173,15 @@ def test_road_hub(dense_vit, tmp_path, images):
     torch.save(images, tmp_path / "images.pt")
     code = f"""
 import timm, torch
-model = timm.create_model("vit_tiny_ewa_moe.augreg_in21k", pretrained=True, cache_dir={str(tmp_path)!r},
-    pretrained_cfg_overlay=dict(num_classes=5), **{SMALL_VIT!r})
-torch.save(model.eval()(torch.load({str(tmp_path / "images.pt")!r})).detach(), {str(tmp_path / "out.pt")!r})
+model = timm.create_model(
+    "vit_tiny_ewa_moe.augreg_in21k",
+    pretrained=True,
+    cache_dir={str(tmp_path)!r},
+    pretrained_cfg_overlay=dict(num_classes=5),
+    **{SMALL_VIT!r},
+)
+images = torch.load({str(tmp_path / "images.pt")!r})
+torch.save(model.eval()(images).detach(), {str(tmp_path / "out.pt")!r})
 """
     done = run_code(code)
     assert done.returncode == 0, done.stderr

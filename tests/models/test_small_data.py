@@ -1,4 +1,7 @@
-"""Small-data models: shifted patches and locality self-attention against slow, independent computations."""
+"""Small-data models: shifted patches and locality self-attention.
+
+They are compared with slow, independent computations.
+"""
 
 import json
 import math

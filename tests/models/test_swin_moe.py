@@ -97,7 +97,10 @@ def test_initial_weights_of_linear_layers_have_the_published_deviation(score, ag
 
 
 def test_weight_decay_is_that_of_the_reference():
-    """It spares biases, norms, position biases and all of a cosine router, but not the linear gate."""
+    """It spares biases, norms, position biases and all of a cosine router.
+
+    It does not spare the linear gate.
+    """
     for score in ("softmax", "cosine"):
         model = small(score=score)
         groups = timm.optim.create_optimizer_v2(

@@ -146,7 +146,10 @@ DINO = dict(img_size=28, embed_dim=32, depth=4, num_heads=2, num_classes=5, init
     ],
 )
 def test_upcycled_models_compute_what_their_gates_say(tmp_path, name, options, factor):
-    """Without a gate the upcycled model is the dense one; a shared expert adds the dense network once more."""
+    """Without a gate the upcycled model is the dense one.
+
+    A shared expert adds the dense network once more.
+    """
     dense = timm.create_model("vit_small_patch14_dinov2", **DINO).eval()
     save_file(dense.state_dict(), tmp_path / "dense.safetensors")
     overlay = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
@@ -214,7 +217,10 @@ def test_a_pretrained_backbone(tmp_path):
 
 
 def test_training_of_a_backbone():
-    """timm's wrapper does not call the model itself; what gradient checkpointing repeats in backward does not count."""
+    """timm's wrapper does not call the model itself.
+
+    What gradient checkpointing repeats in backward does not count.
+    """
     images, weights = torch.randn(2, 3, 28, 28), []
     for checkpointing in (False, True):
         torch.manual_seed(0)

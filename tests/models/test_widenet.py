@@ -1,4 +1,8 @@
-"""WideNet: what its blocks share is held once, through training, saving and copying; groups of blocks; balance loss."""
+"""WideNet.
+
+What its blocks share is held once, through training, saving and copying. Groups of blocks and the
+balance loss are tested, too.
+"""
 
 import copy
 import math
@@ -84,7 +88,10 @@ def test_blocks_share_all_but_their_norms(images):
 
 
 def test_gradients_add_up_over_the_blocks(images):
-    """The gradient of what is shared is the sum of those of blocks with equal weights of their own."""
+    """The gradient of what is shared is the sum over the blocks.
+
+    It is compared with blocks that have equal weights of their own.
+    """
     torch.manual_seed(0)
     shared = widenet(num_experts=0)
     own = timm.create_model(

@@ -130,7 +130,11 @@ def test_a_suite_goes_on_after_a_contest_that_fails(clock, monkeypatch, tmp_path
 
 
 def test_kernels_of_a_dense_layer_are_counted():
-    """Forward: two products with their biases, GELU. Backward: two products and a sum for each layer, GELU."""
+    """Count the kernels of both passes.
+
+    Forward: two products with their biases, GELU. Backward: two products and a sum for each layer,
+    GELU.
+    """
     (row,) = host.counted("kernels", {"dense": lambda: host.pass_of(host.mlp, SHORT)})
     assert row.value == (2 + 1) + (2 * 3 + 1)
     with host.Kernels() as kernels:

@@ -1,4 +1,7 @@
-"""The bytes and the memory that docs/generated/distributed.md states are what processes (gloo) send and hold."""
+"""The bytes and the memory that docs/generated/distributed.md states.
+
+They are what processes (gloo) send and hold.
+"""
 
 import dataclasses
 

@@ -1,4 +1,6 @@
-"""Every code block of the documentation runs: Python unchanged, commands with options that make them short.
+"""Every code block of the documentation runs.
+
+Python runs unchanged, commands with options that make them short.
 
 A section runs in a folder with the files that its blocks name, such as DIR and last.pth.tar. Models
 that ask for pretrained weights keep their random ones. The Hub is the server of
@@ -54,17 +56,24 @@ RUN = {
     "timm-moe push": "",
     "timm-moe report": ON_IMAGES,
     "timm-moe routes": ON_IMAGES,
-    "python train.py": "--num-classes 3 --epochs 1 --warmup-epochs 0 --batch-size 4 --workers 0 --device cpu "
-    "--experiment …",  # where blocks look for it
+    "python train.py": (
+        "--num-classes 3 --epochs 1 --warmup-epochs 0 --batch-size 4 --workers 0 --device cpu "
+        "--experiment …"  # blocks look for it there
+    ),
     "python validate.py": "--batch-size 4 --workers 0 --device cpu",
     "python onnx_export.py": "",
-    "python examples/segmentation.py": "--seeds 0 --variants dense L12 --start-epochs 1 --epochs 1 --img-size 32 32",
+    "python examples/segmentation.py": (
+        "--seeds 0 --variants dense L12 --start-epochs 1 --epochs 1 --img-size 32 32"
+    ),
 }
 NOT_RUN = {
     "pip install": "installs packages",
     "hf auth login": "asks for a token",
     "git clone": "downloads",
-    "torchrun": "starts several processes: test_ddp.py, test_fsdp.py, test_expert_parallel_use.py in tests/training",
+    "torchrun": (
+        "starts several processes: test_ddp.py, test_fsdp.py, test_expert_parallel_use.py in "
+        "tests/training"
+    ),
     "pytest": "runs this file too",
     "ruff": "a part of .ci/run",
     "mypy": "a part of .ci/run",
@@ -107,19 +116,24 @@ CHECKPOINTS = {
 
 IMPORTS = "import timm, timm_moe, torch\n"
 SMALL_MODEL = f"model = timm.create_model('vit_small_moe', num_classes=3, **{SMALL})\n"
-TRAINING = "criterion, images, labels = torch.nn.CrossEntropyLoss(), torch.randn(3, 3, 224, 224), torch.arange(3)\n"
+TRAINING = (
+    "criterion, images = torch.nn.CrossEntropyLoss(), torch.randn(3, 3, 224, 224)\n"
+    "labels = torch.arange(3)\n"
+)
 BEFORE = {
     "README.md: Export and publish": "import timm, timm_moe, transformers",
     "README.md: In Python": IMPORTS + TRAINING,
     "docs/evaluate.md: `timm-moe evaluate`": IMPORTS + SMALL_MODEL,
     "docs/evaluate.md: `timm_moe.analysis.metrics`": IMPORTS
-    + "model = timm.create_model('vmoe_pbe_s32', img_size=64, embed_dim=32, depth=4, num_heads=2, num_classes=100)\n"
+    + "size = dict(img_size=64, embed_dim=32, depth=4, num_heads=2)\n"
+    + "model = timm.create_model('vmoe_pbe_s32', **size, num_classes=100)\n"
     + "model.eval().requires_grad_(False)\n"
     + "loader = [(torch.randn(2, 3, 64, 64), torch.tensor([3, 4]))]\n",
     "docs/export.md: Publish": IMPORTS,
     "docs/export.md: torch.export and ONNX": IMPORTS
     + "images = torch.randn(2, 3, 224, 224)\n"
-    + "torch.save(timm.create_model('vit_small_moe', num_classes=100).state_dict(), 'last.pth.tar')\n",
+    + "routed = timm.create_model('vit_small_moe', num_classes=100)\n"
+    + "torch.save(routed.state_dict(), 'last.pth.tar')\n",
     "docs/ones.md: Gathering": IMPORTS + SMALL_MODEL,
     "docs/pbe.md: The method": IMPORTS
     + SMALL_MODEL.replace("vit_small_moe", "vmoe_pbe_s32")
@@ -128,14 +142,16 @@ BEFORE = {
     + SMALL_MODEL.replace("small", "small_ewa")
     + """
 from torch.distributed.fsdp import fully_shard
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 """,
     "docs/trainers.md: Experts over processes": IMPORTS
     + SMALL_MODEL
     + """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 """,
     "docs/trainers.md: Experts over processes in Lightning": before_spread_classifier(BLOCKS),
     "docs/vimoe.md: Dense prediction": IMPORTS
@@ -150,11 +166,19 @@ save_file(timm.create_model("vmoe_s32", **options).state_dict(), "vmoe_s32.safet
 }
 EXPORTED = "from pathlib import Path; assert Path('dense/model.safetensors').is_file()"
 AFTER = {
-    "CONTRIBUTING.md: Add a router": "assert model.eval()(torch.randn(2, 3, 224, 224)).isfinite().all()",
+    "CONTRIBUTING.md: Add a router": (
+        "assert model.eval()(torch.randn(2, 3, 224, 224)).isfinite().all()"
+    ),
     "CONTRIBUTING.md: Add a schedule": "assert model.blocks[1].mlp.share_schedule == 'cosine'",
-    "CONTRIBUTING.md: Add a gathering method": "assert type(dense).__module__ == 'timm.models.vision_transformer'",
-    "CONTRIBUTING.md: Add a family": "import timm_moe; assert type(timm_moe.to_dense(model)) is MlpMixer",
-    "CONTRIBUTING.md: Add an integration": "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2",
+    "CONTRIBUTING.md: Add a gathering method": (
+        "assert type(dense).__module__ == 'timm.models.vision_transformer'"
+    ),
+    "CONTRIBUTING.md: Add a family": (
+        "import timm_moe; assert type(timm_moe.to_dense(model)) is MlpMixer"
+    ),
+    "CONTRIBUTING.md: Add an integration": (
+        "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2"
+    ),
     "docs/trainers.md: Hugging Face Trainer": EXPORTED,
     "docs/trainers.md: Lightning": EXPORTED,
     "docs/trainers.md: A loop of your own": EXPORTED,

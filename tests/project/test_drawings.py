@@ -1,4 +1,7 @@
-"""The drawings of the documentation: all of them stand on their pages, and nothing in them covers anything else."""
+"""The drawings of the documentation.
+
+All of them stand on their pages, and nothing in them covers anything else.
+"""
 
 import sys
 from importlib import import_module

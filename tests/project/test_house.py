@@ -60,7 +60,10 @@ def tree_of(file):
 
 
 def imports_of(file):
-    """The modules of the package that a module imports, in functions too. The package itself is ``__init__``."""
+    """List the modules of the package that a module imports, in functions too.
+
+    The package itself is ``__init__``.
+    """
     package = ["timm_moe", *file.relative_to(PACKAGE).parent.parts]
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -223,13 +226,14 @@ def test_the_command_line_names_every_method():
 def test_help_needs_neither_torch_nor_timm():
     code = """
 import sys
-for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "timm", "timm_moe")]:
+packages = ("torch", "timm", "timm_moe")
+for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
     del sys.modules[name]
 import timm_moe_cli
 try:
     timm_moe_cli.main(["--version"])
 finally:
-    assert not [name for name in sys.modules if name.partition(".")[0] in ("torch", "timm", "timm_moe")]
+    assert not [name for name in sys.modules if name.partition(".")[0] in packages]
 """
     done = run_code(code)
     assert done.returncode == 0, done.stderr
@@ -264,7 +268,10 @@ ALWAYS = re.compile(
 
 
 def changing_objects(tree):
-    """Names of a module or its classes whose objects functions change, or are of a kind that is made to change."""
+    """List names of a module or its classes whose objects functions change.
+
+    Objects of a kind that is made to change are listed, too.
+    """
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
     changed = {
         name for function in functions for node in ast.walk(function) for name in changed_by(node)

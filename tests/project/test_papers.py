@@ -1,4 +1,6 @@
-"""What the papers print about the models' sizes and costs, from the real modules on the meta device.
+"""What the papers print about the models' sizes and costs.
+
+It is measured on the real modules on the meta device.
 
 The numbers here were computed by hand-written formulas, from the papers' descriptions alone.
 """
@@ -249,7 +251,10 @@ def test_the_baselines_of_widenet(name, moe_blocks, num_classes, computed, print
 
 
 def test_ratios_of_widenets_abstract():
-    """63M / 87M and 40M / 87M; the printed 0.13 "of ViT-MoE" is that of ViT-L, of ViT-MoE-L it is 0.10."""
+    """The shares are 63M / 87M and 40M / 87M.
+
+    The printed 0.13 "of ViT-MoE" is that of ViT-L; of ViT-MoE-L it is 0.10.
+    """
     widenet_l, widenet_h = (
         int(parameters(weightless_model(name, official_compat=True)) / 1e6)
         for name in ("widenet_l", "widenet_h")

@@ -132,7 +132,10 @@ def point_bert_shapes():
 
 
 def pix4point_shapes():
-    """List the shapes of S3DIS's encoder in guochengqian/openpoints, without the prefix ``encoder.``."""
+    """List the shapes of S3DIS's encoder in guochengqian/openpoints.
+
+    The prefix ``encoder.`` is left out.
+    """
     shapes = {"cls_token": (1, 1, 384), "cls_pos": (1, 1, 384)} | norm_shapes("norm", 384)
     for name, shape in {"pos_embed.0.0": (128, 3), "pos_embed.1": (384, 128)}.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
@@ -173,7 +176,10 @@ def fill(model):
 
 @torch.no_grad()
 def test_outputs_of_the_published_code(golden):
-    """points.npz is from the published models at these sizes, their CUDA sampling replaced by farthest_points."""
+    """points.npz is from the published models at these sizes.
+
+    Their CUDA sampling is replaced by farthest_points.
+    """
     expected = golden("points")
     torch.testing.assert_close(
         fill(PointTransformer(5, **TINY))(expected["points"]), expected["logits"]

@@ -14,7 +14,10 @@ PYTHON = (sys.executable, "-c")
 
 def test_no_part_stops_another_and_each_keeps_its_limit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(programme, "GRACE", 0.3)
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('begun', flush=True)"
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('begun', flush=True)"
+    )
     parts = {
         "fails": lambda seconds: [*PYTHON, "raise SystemExit(3)"],
         "hangs": lambda seconds: [*PYTHON, f"{deaf}; time.sleep(60)"],

@@ -1,4 +1,7 @@
-"""The documentation as a site: no dead link, every page within two clicks, no other host, no error in a browser."""
+"""The documentation as a site.
+
+There is no dead link, no other host and no error in a browser, and every page is within two clicks.
+"""
 
 import json
 import os
@@ -169,7 +172,10 @@ def test_a_notebook_becomes_a_page():
 def test_pages_open_as_files_without_error_or_request_and_what_is_seen_leads_everywhere(
     browser, folder, pages
 ):
-    """Only visible links count; test_every_page_is_two_clicks_from_the_first counts folded ones too."""
+    """Only visible links count.
+
+    test_every_page_is_two_clicks_from_the_first counts folded ones too.
+    """
     seen = {}
     for path in pages:
         browser.get((folder / path).as_uri())

@@ -1,4 +1,7 @@
-"""The commands of docs/start.md run in order with timm's own scripts; at the end plain timm classifies a digit."""
+"""The commands of docs/start.md run in order with timm's own scripts.
+
+At the end plain timm classifies a digit.
+"""
 
 import os
 import re

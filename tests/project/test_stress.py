@@ -1,4 +1,7 @@
-"""The programmes of tests/stress (see docs/compatibility.md): small in CI, whole with ``-m stress``."""
+"""The programmes of tests/stress (see docs/compatibility.md).
+
+They are small in CI, whole with ``-m stress``.
+"""
 
 import pytest
 from common import ROOT

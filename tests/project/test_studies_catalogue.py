@@ -1,4 +1,7 @@
-"""The catalogue of studies: every training can be run, and the additions to train.py do what they say."""
+"""The catalogue of studies.
+
+Every training can be run, and the additions to train.py do what they say.
+"""
 
 import importlib.util
 from argparse import ArgumentParser

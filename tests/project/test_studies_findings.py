@@ -1,4 +1,7 @@
-"""Sentences about the results, in the catalogue and in other documents, agree with the stored figures."""
+"""Sentences about the results agree with the stored figures.
+
+They stand in the catalogue and in other documents.
+"""
 
 import sys
 from dataclasses import replace
@@ -80,10 +83,10 @@ SAID = {
         "worse.": (*compare(EQUAL, UNCLEAR, ["dense"]), *compare(BELOW, WORSE, ["dense"])),
     },
     ("README.md", "recipe"): {
-        "| EWA | +0.04 (-0.65 to +0.73) | +0.23 (-0.91 to +1.37) | +0.32 (-0.42 to +1.07) |": to_dense(
-            "EWA, linear", UNCLEAR, *RECIPES
-        ),
-        "| V-MoE, top-2 | -2.08 (-3.00 to -1.15) | -1.99 (-2.78 to -1.19) | -0.40 (-0.89 to +0.08) |": (
+        "| EWA | +0.04 (-0.65 to +0.73) | +0.23 (-0.91 to +1.37) "
+        "| +0.32 (-0.42 to +1.07) |": to_dense("EWA, linear", UNCLEAR, *RECIPES),
+        "| V-MoE, top-2 | -2.08 (-3.00 to -1.15) | -1.99 (-2.78 to -1.19) "
+        "| -0.40 (-0.89 to +0.08) |": (
             *to_dense("V-MoE, top-2", WORSE, "weak", "medium"),
             *to_dense("V-MoE, top-2", UNCLEAR, "strong"),
         ),
@@ -125,9 +128,8 @@ SAID = {
             Compared("V-MoE, K 1", WORSE, "ViT", "nll"),
             Compared("V-MoE, K 1", UNCLEAR, "ViT"),
         ),
-        "Its ECE is 0.0233 to 0.0427 better than that of the V-MoE and of other ensembles made from it": compare(
-            [PBE], BETTER, RIVALS, "ece"
-        ),
+        "Its ECE is 0.0233 to 0.0427 better than that of the V-MoE "
+        "and of other ensembles made from it": compare([PBE], BETTER, RIVALS, "ece"),
         "no clear difference from a dense ViT": AS_A_VIT,
     },
     ("README.md", "routing"): {

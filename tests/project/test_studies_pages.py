@@ -181,7 +181,10 @@ def test_results_that_are_incomplete_are_shown_as_such(two_recipes):
     size = replace(size, seeds=range(3))
     study = replace(two_recipes, sizes={"small": size})
     results = figures(**{"dense weak": [20, 21, 22], "EWA weak": [22, 23], "dense strong": [30]})
-    lacking = "**Incomplete:** *EWA weak* (2 of 3 seeds); *dense strong* (1 of 3 seeds); *EWA strong* (0 of 3 seeds)."
+    lacking = (
+        "**Incomplete:** *EWA weak* (2 of 3 seeds); *dense strong* (1 of 3 seeds); *EWA strong* "
+        "(0 of 3 seeds)."
+    )
     found = Finding("", compare(["EWA weak"], TOO_FEW, ["dense weak"]))
     told = replace(study, sizes={"small": replace(size, findings=(found,))})
     with_finding = page.section(Outcome(told, "small", results))
@@ -384,7 +387,10 @@ def test_trainings_that_are_evaluated_on_their_way_have_curves(folder):
 
 
 def is_rounded(cell, values, decimals):
-    """Tell if a cell gives a difference and its interval; a value halfway between two may be rounded to either."""
+    """Tell if a cell gives a difference and its interval.
+
+    A value halfway between two may be rounded to either.
+    """
     number = rf"([+-]\d+\.\d{{{decimals}}})"
     shown = re.match(rf"{number} \({number} to {number}\)", cell)
     return shown is not None and np.allclose(

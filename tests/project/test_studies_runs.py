@@ -101,7 +101,7 @@ def test_routers_of_the_studies_and_soups_are_trained_and_exported(folder):
 def test_a_killed_run_goes_on_from_its_last_epoch(folder):
     study = small_study(Arm("dense", replace(DENSE, options=("--epochs", "40"))))
     (run,) = make_runs(study, folder)
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+    code = f"import sys; sys.path[:0] = [{str(ROOT / 'tests')!r}, {str(ROOT)!r}]\n"
     code += (
         "from dataclasses import replace\nfrom studies.study import Arm\nfrom tiny_study import *\n"
     )

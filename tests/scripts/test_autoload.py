@@ -1,4 +1,7 @@
-"""timm's scripts find the package by themselves, and a broken installation of it breaks nothing else."""
+"""timm's scripts find the package by themselves.
+
+A broken installation of the package breaks nothing else.
+"""
 
 import os
 import shutil
@@ -27,7 +30,10 @@ BEFORE_TIMM = (
 
 
 def run(code, *path):
-    """Run Python in a process that has imported torch, with folders put before the installed packages."""
+    """Run Python in a process that has imported torch.
+
+    Folders are put before the installed packages.
+    """
     return run_code(code, cwd=HERE, modules=BEFORE_TIMM, **_search(path))
 
 
@@ -68,7 +74,11 @@ def test_names_imported_after_timm_are_the_hooked_ones():
 
 
 def test_import_torch_alone_imports_nothing_of_the_package():
-    code = "import sys, torch\nassert 'timm_moe_autoload' in sys.modules\nassert 'timm_moe' not in sys.modules"
+    code = (
+        "import sys, torch\n"
+        "assert 'timm_moe_autoload' in sys.modules\n"
+        "assert 'timm_moe' not in sys.modules"
+    )
     done = run_anew(code)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -110,7 +120,12 @@ def test_a_users_own_file_is_not_run(tmp_path, name):
     """In the working directory, where Python looks first."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("raise SystemExit('the file of this folder was run')\n")
-    code = "import timm\nassert timm.is_model('vit_small_ewa_moe')\nimport timm_moe\nprint(timm_moe.__file__)"
+    code = (
+        "import timm\n"
+        "assert timm.is_model('vit_small_ewa_moe')\n"
+        "import timm_moe\n"
+        "print(timm_moe.__file__)"
+    )
     done = run_code(code, cwd=tmp_path, modules=BEFORE_TIMM, PYTHONPATH="")
     assert (done.returncode, done.stderr) == (0, "")
     assert (
@@ -271,16 +286,21 @@ class Older(importlib.abc.MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path)
         run = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (run(module), delattr(module, "TokenDistillationTask"))
+        def exec_module(module):
+            run(module)
+            del module.TokenDistillationTask
+        spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(sys.meta_path.index(PathFinder), Older())
 """
 #: Nothing of ours may be there: no name in the registry, nothing wrapped, no hook in any optimizer.
 UNTOUCHED = """
 import sys, timm, timm.optim, timm.scheduler, timm.utils, torch
-assert not [name for name in timm.list_models() if "moe" in name or name.startswith(("vit_xtiny", "pit_xs_32"))]
-functions = (timm.optim.create_optimizer_v2, timm.scheduler.create_scheduler_v2, timm.utils.adaptive_clip_grad,
-             timm.utils.clip_grad.adaptive_clip_grad, timm.scheduler.scheduler.Scheduler.step,
+names = timm.list_models()
+assert not [name for name in names if "moe" in name or name.startswith(("vit_xtiny", "pit_xs_32"))]
+functions = (timm.optim.create_optimizer_v2, timm.scheduler.create_scheduler_v2,
+             timm.utils.adaptive_clip_grad, timm.utils.clip_grad.adaptive_clip_grad,
+             timm.scheduler.scheduler.Scheduler.step,
              timm.scheduler.PlateauLRScheduler.step_update)
 assert not [function for function in functions if hasattr(function, "__wrapped__")]
 assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
@@ -305,7 +325,10 @@ def test_an_older_timm_is_told_once_and_nothing_is_registered(switch):
     start = run if switch == "1" else partial(run_anew, TIMM_MOE_AUTOLOAD="0")
     done = start(OLD_TIMM + "import timm\n" + UNTOUCHED + attempts + UNTOUCHED)
     assert done.returncode == 0, done.stderr
-    sentence = f"timm_moe needs timm 1.0.28 or newer, this is timm {timm.__version__}: pip install -U timm."
+    sentence = (
+        f"timm_moe needs timm 1.0.28 or newer, this is timm {timm.__version__}: pip install -U "
+        "timm."
+    )
     assert done.stdout == f"{sentence}\n" * 2
     told = f"timm_moe could not be loaded, its models are missing: ImportError: {sentence}"
     assert done.stderr.count(told) == int(switch)
@@ -341,7 +364,10 @@ def test_a_package_half_loaded_leaves_nothing_behind(installation, where):
 
 @pytest.mark.ci
 def test_a_model_registered_before_a_failure_is_not_built(installation):
-    """timm cannot forget a name, so what came before the failure must not train without its averaging."""
+    """timm cannot forget a name.
+
+    So what came before the failure must not train without its averaging.
+    """
     path = installation / "timm_moe/models/widenet.py"
     path.write_text("raise RuntimeError('broken')\n")
     code = """

@@ -354,7 +354,9 @@ ON_CPUS = """
 import runpy, sys
 from timm.task import ClassificationTask
 prepare = ClassificationTask.prepare_distributed
-ClassificationTask.prepare_distributed = lambda self, device_ids=None, **options: prepare(self, **options)
+ClassificationTask.prepare_distributed = (
+    lambda self, device_ids=None, **options: prepare(self, **options)
+)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

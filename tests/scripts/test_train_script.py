@@ -147,7 +147,10 @@ def test_device_modules_says_it_explicitly(images, tmp_path):
 
 
 def test_upcycling_from_the_command_line(images, tmp_path):
-    """Both --pretrained-path and --initial-checkpoint take a dense checkpoint of the stock model."""
+    """Both options take a dense checkpoint of the stock model.
+
+    They are --pretrained-path and --initial-checkpoint.
+    """
     dense = timm.create_model(
         "vit_tiny_patch16_224", num_classes=3, img_size=32, depth=9, mlp_ratio=2, **SMALL
     )
@@ -159,7 +162,10 @@ def test_upcycling_from_the_command_line(images, tmp_path):
 
 @pytest.mark.parametrize("size", ["tiny", "small"])
 def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path, size):
-    """Run the README's first command; weights come from the Hub's cache, since tests have no network."""
+    """Run the README's first command.
+
+    Weights come from the Hub's cache, since tests have no network.
+    """
     repo = HUB_CACHE / f"models--timm--vit_{size}_patch16_224.augreg_in21k_ft_in1k"
     snapshot = repo / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -184,7 +190,8 @@ def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path, size):
 def routing_lines(log):
     """Find the layer and the balance loss in each line on routing."""
     return re.findall(
-        r"Routing in (blocks\.\d+\.mlp): balance loss ([\d.]+), dropped [\d.]+%, share of an expert min/mean/max",
+        r"Routing in (blocks\.\d+\.mlp): balance loss ([\d.]+), dropped [\d.]+%, "
+        "share of an expert min/mean/max",
         log,
     )
 
@@ -273,7 +280,8 @@ def test_v_moe_from_the_command_line(images, tmp_path):
     assert (
         len(
             re.findall(
-                r"Routing in blocks.[13].mlp: importance loss [\d.e-]+, load loss [\d.e-]+, dropped",
+                r"Routing in blocks.[13].mlp: importance loss [\d.e-]+, load loss [\d.e-]+, "
+                "dropped",
                 log,
             )
         )
@@ -406,7 +414,10 @@ def test_a_student_is_refined_with_its_expert_model_as_teacher(images, tmp_path,
 
 
 def test_validate_says_that_routers_are_untrained(images, tmp_path):
-    """A dense file under the name of a routed model: training from it is upcycling, validating it is a mistake."""
+    """A dense file has the name of a routed model.
+
+    Training from it is upcycling, validating it is a mistake.
+    """
     torch.save(
         timm.create_model("vit_xtiny", num_classes=3, **SMALL).state_dict(), tmp_path / "dense.pth"
     )
@@ -428,7 +439,10 @@ def test_evaluate_measures_what_validate_does(run, images, tmp_path):
 
 @pytest.mark.parametrize("class_map", ["classes.txt", ""])
 def test_evaluate_sees_the_images_and_classes_that_validate_does(images, tmp_path, class_map):
-    """A hidden folder is a class for timm, other endings are no images, and a class map renumbers."""
+    """A hidden folder is a class for timm.
+
+    Other endings are no images, and a class map renumbers.
+    """
     shutil.copytree(images / "test", tmp_path / "data/test")
     shutil.copytree(images / "test/class0", tmp_path / "data/test/.ipynb_checkpoints")
     shutil.copy(images / "test/class0/0.png", tmp_path / "data/test/class1/0.webp")

@@ -75,7 +75,9 @@ VMOE = Path(__file__).parent.parent / "data/vmoe"
 
 @dataclass
 class Case:
-    """A command, what to do to its input first, and what in its result may differ though it succeeds.
+    """A command, and what to do to its input first.
+
+    ``other`` says what in its result may differ though it succeeds.
 
     "": nothing, since the format has the means to tell; "all"; or "config": all but the weights,
     which stayed intact.
@@ -285,7 +287,10 @@ def _run_in_child(arguments: list[str], folder: Path, prepare: Callable[[], None
 
 
 def _guard(folder: Path) -> None:
-    """End this process where it makes a request, writes outside the folder, or reads what a file only names."""
+    """End this process where it does what it must not.
+
+    That is to make a request, to write outside the folder, or to read what a file only names.
+    """
     allowed = (str(folder), "/dev/")
 
     def hook(event: str, args: tuple) -> None:
@@ -431,7 +436,11 @@ def judge(
 def run_cases(
     number: int, seed: int, only: str = ""
 ) -> tuple[dict[tuple[str, str], Counter], list[str]]:
-    """Run so many cases, spread evenly; returns the outcomes by input and damage, and the failures."""
+    """Run so many cases, spread evenly.
+
+    Returns:
+        The outcomes by input and damage, and the failures.
+    """
     torch.set_num_threads(1)
     flat = [
         (kind, name, case) for kind, cases in CASES.items() for name, case in cases if only in kind

@@ -1,4 +1,6 @@
-"""timm's own train.py, killed (SIGKILL) again and again until it has finished; see docs/compatibility.md.
+"""timm's own train.py, killed (SIGKILL) again and again until it has finished.
+
+See docs/compatibility.md.
 
     TIMM_SCRIPTS=FOLDER python tests/stress/kill_training.py --kills 20 --seed 0
 
@@ -124,7 +126,10 @@ def kill_somewhen(process: subprocess.Popen, folder: Path, rng: random.Random) -
 
 
 def check_files(folder: Path) -> tuple[list[tuple[int, Path]], list[Path]]:
-    """(updates, file) of the checkpoints that are whole, the most updates last, and those that are cut."""
+    """Return (updates, file) of the whole checkpoints, and the files that are cut.
+
+    The checkpoint with the most updates is the last.
+    """
     whole, cut = [], []
     for file in folder.glob("output/train/run/*.pth.tar"):
         try:

@@ -63,7 +63,10 @@ COMMANDS = {
 
 
 def prepare(folder: Path, operation: int | None = None) -> None:
-    """Of a process: its temporary folder, and before which of its operations that change a file it dies."""
+    """A process that dies.
+
+    Stated are its temporary folder, and the operation that changes a file before which it dies.
+    """
     tempfile.tempdir = str(folder / "temporary")
     if operation is not None:
         kill_at(operation)
@@ -242,7 +245,10 @@ def start(arguments: list[str], folder: Path) -> int:
 
 
 def race(number: int, originals: Path, folder: Path, *options: str) -> Counter:
-    """Export two checkpoints to one folder at once: it must hold one of them, which its command did not refuse."""
+    """Export two checkpoints to one folder at once.
+
+    The folder must hold one of them, which its command did not refuse.
+    """
     sources, found = ("last.pth.tar", "other/last.pth.tar"), Counter()
     shutil.copytree(originals, folder)
     alone = []

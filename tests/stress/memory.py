@@ -95,7 +95,10 @@ MALLOCS = {
 
 
 def grows(taken: list[Sample]) -> bool:
-    """More tensors after the last step than after the first fifth; 50 objects or 50 MiB are within what varies."""
+    """Tell if there are more tensors after the last step than after the first fifth.
+
+    50 objects or 50 MiB are within what varies.
+    """
     first, last = taken[0], taken[-1]
     more_objects, more_memory = last.objects - first.objects, last.resident - first.resident
     return last.tensors > first.tensors or more_objects > 50 or more_memory > 50

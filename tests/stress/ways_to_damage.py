@@ -1,4 +1,7 @@
-"""Damages to files and folders, for damage.py: of their bytes, of their contents, and with code in them."""
+"""Damages to files and folders, for damage.py.
+
+They are of their bytes, of their contents, or with code in them.
+"""
 
 import argparse
 import json
@@ -46,7 +49,10 @@ def cut(file: Path, rng: random.Random) -> None:
 
 
 def flip(file: Path, rng: random.Random) -> None:
-    """One to eight bytes, anywhere or where the format says what it holds: its head and its tail."""
+    """Change one to eight bytes.
+
+    They are anywhere, or where the format says what it holds: its head and its tail.
+    """
     content = bytearray(file.read_bytes())
     low, high = rng.choice(
         [(0, len(content)), (0, min(600, len(content))), (max(0, len(content) - 600), len(content))]
@@ -160,7 +166,10 @@ def hostile_config(folder: Path, rng: random.Random) -> None:
 
 
 def false_config(folder: Path, rng: random.Random) -> None:
-    """A config.json that no longer is that of the weights, or states what preprocessing cannot be."""
+    """Change a config.json so that it no longer is that of the weights.
+
+    It may also state what preprocessing cannot be.
+    """
     file = folder / "folder/config.json"
     config = json.loads(file.read_text())
     args = config["model_args"]

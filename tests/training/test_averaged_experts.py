@@ -126,7 +126,10 @@ def test_experts_computed_from_other_parameters_are_refused(ewa_vit, how):
         before = values(model)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        message = r"fc2.weight of the experts in blocks.3.mlp has adapters or computed weights, which cannot be averaged"
+        message = (
+            r"fc2.weight of the experts in blocks.3.mlp has adapters or computed weights, which "
+            "cannot be averaged"
+        )
         with pytest.raises(ValueError, match=message):
             optimizer.step() if asked_before else ExpertWeightAveraging(
                 model, optimizer, total_updates=2

@@ -91,7 +91,10 @@ def test_a_compiled_step_is_compiled_once(ewa_vit):
 
 @pytest.mark.parametrize("schedule", ["linear", "constant", "early", "late"])
 def test_the_rate_is_a_tensor_where_a_step_can_be_captured(ewa_vit, schedule):
-    """SGD has no such option, and works on CPUs: a CUDA graph repeats what it starts, so nothing may be a number."""
+    """SGD has no such option, and works on CPUs.
+
+    A CUDA graph repeats what it starts, so nothing may be a number.
+    """
     outcomes, models = [], [ewa_vit, copy.deepcopy(ewa_vit)]
     for model, capturable in zip(models, (False, True), strict=True):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -271,7 +274,10 @@ def test_a_schedule_that_fails_leaves_all_as_it_was(ewa_vit, answer):
 
 
 def in_groups(model):
-    """Parameter groups as of a learning rate for each part, the first of them for what is frozen first."""
+    """Return parameter groups as of a learning rate for each part.
+
+    The first of them is for what is frozen first.
+    """
     parts = [model.patch_embed, model.blocks[:2], model.blocks[2:], model.head]
     return torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=1e-3)
 
@@ -339,7 +345,10 @@ def test_the_schedule_goes_on_when_groups_change(ewa_vit, change):
 
 @pytest.mark.parametrize("loaded_first", [False, True])
 def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
-    """Also one in which the first group alone counts, as earlier versions wrote; also in the middle of a run."""
+    """It is also one in which the first group alone counts, as earlier versions wrote.
+
+    It may be one in the middle of a run.
+    """
     optimizer = in_groups(ewa_vit)
     train_step(ewa_vit, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())

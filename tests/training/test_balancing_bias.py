@@ -1,4 +1,7 @@
-"""The bias that balances experts without a loss: one step an optimizer step, by the choices of all processes."""
+"""The bias that balances experts without a loss.
+
+It moves one step an optimizer step, by the choices of all processes.
+"""
 
 import copy
 import os
@@ -236,7 +239,10 @@ def worker(rank, folder):
 
 
 def worker_alone(rank, folder):
-    """Models that the processes train each for itself, one of them with fewer layers, and the last with none."""
+    """Return models that the processes train each for itself.
+
+    One of them has fewer layers, and the last has none.
+    """
     join_group(rank, folder, processes=3)
     if rank < 2:
         model = make_model(moe_layers="1,3" if rank else "3")

@@ -1,4 +1,7 @@
-"""Two processes under DistributedDataParallel (gloo): ranks stay equal, every expert has its gradient."""
+"""Two processes under DistributedDataParallel (gloo).
+
+Ranks stay equal, and every expert has its gradient.
+"""
 
 import copy
 import logging
@@ -59,7 +62,10 @@ def worker(rank, folder, batch_size):
 
 
 def redundancy_worker(rank, folder, processes):
-    """ZeroRedundancyOptimizer, whose processes update parts of the parameters each, trains as the whole optimizer."""
+    """ZeroRedundancyOptimizer trains as the whole optimizer.
+
+    Its processes update parts of the parameters each.
+    """
     join_group(rank, folder, processes)
     records = []
     handler = logging.Handler(logging.WARNING)

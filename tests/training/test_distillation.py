@@ -1,4 +1,7 @@
-"""From a sparse teacher to a dense student (OneS): timm computes the paper's loss, with our models in it."""
+"""From a sparse teacher to a dense student (OneS).
+
+timm computes the paper's loss, with our models in it.
+"""
 
 import pytest
 import timm
@@ -25,7 +28,10 @@ class Fixed(nn.Module):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
 def test_timms_loss_is_the_golden_files(golden, temperature):
-    """KL of the student from the teacher, mean over the batch, times the squared temperature (OneS, eq. 14)."""
+    """Return the KL of the student from the teacher (OneS, eq. 14).
+
+    It is the mean over the batch, times the squared temperature.
+    """
     case = golden("ones_kd")
     weights = dict(task_loss_weight=0.25, distill_loss_weight=0.75)  # alpha is that of the task
     task = LogitDistillationTask(

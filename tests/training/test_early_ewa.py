@@ -42,7 +42,11 @@ def test_early_ewa_averages_routed_experts_in_the_first_half(caplog):
 
 @pytest.mark.parametrize("share_rate", [0.1, 0.2, 0.3, 0.4, 0.5])
 def test_early_ewa_at_the_share_rates_that_the_paper_searches(share_rate):
-    """Table 5: in each step before the middle of the run, experts come nearer by the constant rate, then not at all."""
+    """It does as table 5 says.
+
+    In each step before the middle of the run, experts come nearer by the constant rate, then not at
+    all.
+    """
     model = routed_model(share_schedule="early", share_rate=share_rate, num_experts=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # only averaging moves them
     averaging = start_averaging(model, optimizer, total_updates=10)

@@ -1,4 +1,7 @@
-"""Experts over processes (gloo) as they are used: on the form of a GPU, in evaluation, with what surrounds training."""
+"""Experts over processes (gloo) as they are used.
+
+They run on the form of a GPU, in evaluation, and with what surrounds training.
+"""
 
 import copy
 import os
@@ -73,7 +76,10 @@ def train(model, optimizer, part, steps):
 
 
 def own_experts_worker(rank, folder):
-    """Two of four experts of EWA in each process, which computes its rows by its own, evenly and in equal slots."""
+    """Each process has two of EWA's four experts.
+
+    It computes its rows by its own, evenly and in equal slots.
+    """
     join_group(rank, folder)
     torch.manual_seed(0)
     layer = EwaMlp(Mlp(5, 6), 4, "independent")
@@ -109,7 +115,10 @@ class ByProcess(Router):
 
 
 def two_by_two_worker(rank, folder):
-    """EWA of two experts in four processes: two hold parts of the same expert and train it on their images."""
+    """EWA has two experts in four processes.
+
+    Two processes hold parts of the same expert and train it on their images.
+    """
     join_group(rank, folder, 4)
     torch.manual_seed(0)
     model = timm.create_model(
@@ -140,7 +149,10 @@ def test_ewa_in_two_dimensions(tmp_path):
 
 
 def evaluation_worker(rank, folder):
-    """Batches of another size in each process, in inference mode, as timm_moe.analysis evaluates."""
+    """Each process has batches of another size.
+
+    They run in inference mode, as timm_moe.analysis evaluates.
+    """
     join_group(rank, folder)
     images, _ = batch()
     for name in (EWA, ROUTED):
@@ -156,7 +168,10 @@ def test_evaluation_in_inference_mode(tmp_path):
 
 
 def gradients_worker(rank, folder, processes):
-    """Gradients in eval mode, of two experts or one in each process; the loss is the mean over the processes."""
+    """Compute gradients in eval mode, of two experts or one in each process.
+
+    The loss is the mean over the processes.
+    """
     join_group(rank, folder, processes)
     images, labels = batch()
     own = slice(rank * 4 // processes, (rank + 1) * 4 // processes)
@@ -192,7 +207,10 @@ def refusals(rank, folder):
     mesh = init_device_mesh("cpu", (2,))
     pruned = make()
     torch.nn.utils.prune.random_unstructured(pruned.blocks[1].mlp.fc2, "weight", 0.5)
-    message = r"^fc2\.weight of the experts in blocks\.1\.mlp has adapters or computed weights, which cannot be spread: "
+    message = (
+        r"^fc2\.weight of the experts in blocks\.1\.mlp has adapters or computed weights, which "
+        "cannot be spread: "
+    )
     with pytest.raises(ValueError, match=message):
         timm_moe.parallelize_experts(pruned, mesh)
     assert not any(hasattr(parameter, "placements") for parameter in pruned.parameters())
@@ -251,7 +269,10 @@ def test_compiled_blocks_and_accumulation(tmp_path, name):
 
 
 def ungrouped_worker(rank, folder):
-    """A network that runs expert by expert, compiled, where the compiler would run every expert on every row."""
+    """Compile a network that runs expert by expert.
+
+    The compiler would run every expert on every row.
+    """
     join_group(rank, folder)
     torch.manual_seed(0)
     layer = MoeMlp(ByTwo(), TopKRouter(WIDTH, 4, 2), 4, "independent").eval()
@@ -268,7 +289,10 @@ def test_a_compiled_network_that_runs_expert_by_expert(tmp_path):
 
 
 def ema_worker(rank, folder):
-    """An EMA copy is made first, and spread as the model is; both load whole or dense weights after that."""
+    """An EMA copy is made first, and spread as the model is.
+
+    Both load whole or dense weights after that.
+    """
     join_group(rank, folder)
     reference, model = make(), make()
     averages = [ModelEmaV3(each, decay=0.5) for each in (reference, model)]
@@ -302,7 +326,10 @@ def test_an_ema_copy_and_loading_of_whole_weights(tmp_path):
 
 
 def from_meta_worker(rank, folder):
-    """A model that is made on meta gets a dense checkpoint from torch, and routers that are drawn."""
+    """A model that is made on meta gets a dense checkpoint from torch.
+
+    Its routers are drawn.
+    """
     join_group(rank, folder)
     dense = timm.create_model("vit_tiny_patch16_224", **{**SMALL_VIT, "depth": 2}).state_dict()
     with torch.device("meta"):

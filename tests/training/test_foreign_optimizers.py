@@ -1,4 +1,7 @@
-"""Optimizers that are not torch's, that hold copies of the weights, or that keep a second sequence of them."""
+"""Optimizers that are not torch's.
+
+Some hold copies of the weights, or keep a second sequence of them.
+"""
 
 import copy
 import warnings
@@ -164,7 +167,10 @@ def test_who_does_as_told_hears_nothing(ewa_vit, case, few_forwards):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD (arXiv 2405.15682): gradients are taken at y, steps are of z, and x is evaluated."""
+    """Schedule-free SGD (arXiv 2405.15682).
+
+    Gradients are taken at y, steps are of z, and x is evaluated.
+    """
 
     def __init__(self, params, lr=0.1, beta=0.9):
         super().__init__(params, dict(lr=lr, beta=beta, k=1))
@@ -248,7 +254,10 @@ OPTIMIZERS = list_optimizers(exclude_filters=NOT_RUN)
 
 
 def means_of_experts(opt, is_averaged):
-    """The mean of the experts after each of some steps, by gradients that differ in size by powers of ten."""
+    """Return the mean of the experts after each of some steps.
+
+    The gradients differ in size by powers of ten.
+    """
     torch.manual_seed(0)
     layer = EwaMlp(Mlp(8, 16), 4, "independent").double()
     layer.share_rate = 0.0

@@ -88,7 +88,10 @@ def test_two_forwards_and_one_loss_are_warned_of_once(caplog):
 
 
 def test_losses_that_are_not_wanted():
-    """A discriminator that judges without being trained, and a cell of a notebook that is run again."""
+    """A discriminator judges without being trained.
+
+    The same happens if a cell of a notebook is run again.
+    """
     images, _ = batch()
     generator, discriminator = routed_model(), routed_model()
     ours, theirs = (

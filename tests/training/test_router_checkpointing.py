@@ -74,7 +74,10 @@ class Repeated(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_compiled_blocks_that_are_repeated_in_backward_leave_no_record(compiled):
-    """Compiled code cannot ask whether backward is running, so it takes records as in a forward, which are ignored."""
+    """Compiled code cannot ask whether backward is running.
+
+    So it takes records as in a forward, which are ignored.
+    """
     images, targets = batch()
     outcomes = []
     for repeated in (False, True):

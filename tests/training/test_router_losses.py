@@ -1,4 +1,7 @@
-"""Router losses in the training loss: exact against a loss written by hand, on every road that train.py takes."""
+"""Router losses in the training loss.
+
+They equal a loss written by hand, in every way that train.py takes.
+"""
 
 import copy
 import pickle
@@ -130,7 +133,10 @@ def test_a_scaled_float16_step_with_accumulation_equals_the_one_by_hand(clip):
 
 
 def test_bfloat16():
-    """The two add up in other orders, so that single numbers round to a neighbour; a loss that lacks errs more."""
+    """The two add up in other orders, so that single numbers round to a neighbour.
+
+    A loss that lacks errs more.
+    """
     images, targets = batch()
     by_hand, trained, exact = routed_model(), routed_model(), routed_model()
     with torch.autocast("cpu", dtype=torch.bfloat16):

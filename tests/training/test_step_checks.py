@@ -44,7 +44,10 @@ def test_experts_beside_the_averaged_ones_are_told_of(ewa_vit, caplog):
 
 @pytest.mark.parametrize("made", ["before loading", "after loading", "and sought"])
 def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, caplog, made):
-    """Such a checkpoint loads what the optimizer has already, so no count into one that has no averaging."""
+    """Such a checkpoint loads what the optimizer has already.
+
+    So it loads no count into an optimizer that has no averaging.
+    """
     optimizer = torch.optim.AdamW(ewa_vit.parameters())
     averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
     for step in range(3):

@@ -1,11 +1,16 @@
-"""Share that a dense student keeps of the accuracy that experts bring (OneS, arXiv 2201.10890, section 4.1)."""
+"""Share that a dense student keeps of the accuracy that experts bring.
+
+It is the measure of OneS (arXiv 2201.10890, section 4.1).
+"""
 
 
 def benefits_kept(student: float, teacher: float, dense: float) -> float:
-    """Divide the gain of a student over the dense model by that of its teacher, the model with experts.
+    """Divide the gain of a student over the dense model by the gain of its teacher.
+
+    The teacher is the model with experts.
 
     Args:
-        student: top-1 accuracy, a share, as the others.
+        student: top-1 accuracy of the student, from 0 to 1, as the others.
         teacher: top-1 accuracy of the model that the student learns from.
         dense: top-1 accuracy of the same dense model, trained without a teacher.
 

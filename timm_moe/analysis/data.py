@@ -1,4 +1,8 @@
-"""Opens classifiers, checks them against a folder of images before the first forward, and loads the images."""
+"""Classifiers and their images.
+
+Classifiers are opened and checked against a folder of images before the first forward. Then the
+images are loaded.
+"""
 
 import logging
 import time
@@ -44,9 +48,11 @@ class Inference:
     amp_dtype: torch.dtype | None = None  #: type of autocast; by default there is none
 
     def torch_device(self) -> torch.device:
+        """Return the device that is stated, or else the GPU, or the CPU if there is none."""
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def autocast(self) -> torch.autocast:
+        """Return a context that runs forwards in ``amp_dtype``; without one it changes nothing."""
         return torch.autocast(
             self.torch_device().type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
         )
@@ -59,7 +65,9 @@ def load_classifiers(
     use_ema: bool = False,
     inference: Inference | None = None,
 ) -> tuple[list[nn.Module], ImageDataset]:
-    """Load models with the classes of the images, on the device of ``inference``, and number the images as they do.
+    """Load models, and number the images' classes as they do.
+
+    The models are on the device of ``inference``.
 
     ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`.
     Unless a class map states the order of the classes, it is the one in the first model's config
@@ -70,6 +78,7 @@ def load_classifiers(
         ValueError: if a model and the images have different numbers of classes, or different
             numbers for the same class; and as ``load_source``.
     """
+    inference = inference or Inference()
     models: list[nn.Module] = []
     by_folder = class_names(images)
     is_stated = getattr(images, "numbers_stated", True)
@@ -78,27 +87,33 @@ def load_classifiers(
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         model, name = load_source(source, spec, use_ema), describe_source(source)
-        if getattr(model, "args_of_images", {}).get("task") == "multilabel":
+        args: dict[str, str] = getattr(model, "args_of_images", {})
+        if args.get("task") == "multilabel":
             raise ValueError(
                 f"{name} was trained with several labels for an image; only one can be measured "
                 "here."
             )
+
         known = _classes_of(model, name, images.reader.root, by_folder)
         if not models and not is_stated and known != by_folder and set(known) == set(by_folder):
             _logger.info("%s: classes are numbered as in %s.", images.reader.root, name)
             images, order = renumbered(images, known), name
-        if (class_map := getattr(model, "args_of_images", {}).get("class_map")) and not is_stated:
+        if "class_map" in args and not is_stated:
             _logger.warning(
-                f"{name} was trained with the class map {class_map!r}: without it (--class-map) "
-                "the labels may not mean the same."
+                f"{name} was trained with the class map {args['class_map']!r}: without it "
+                "(--class-map) the labels may not mean the same."
             )
         _compare_classes(known, name, images, order)
-        models.append(model.to((inference or Inference()).torch_device()))
+        models.append(model.to(inference.torch_device()))
     return models, images
 
 
 def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[str]:
-    """List the classes of a model, by default the folders; ValueError if there are not as many."""
+    """List the classes of a model, by default the folders.
+
+    Raises:
+        ValueError: if the model has another number of classes than there are folders.
+    """
     stated = get_pretrained_cfg(model).get("label_names") or by_folder
     by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
     known: list[Any] = [
@@ -110,7 +125,7 @@ def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[
         raise ValueError(
             f"{Path(root)} has {len(by_folder)} classes, but {name} has {len(known)}{without}."
         )
-    # transformers calls a class without a name LABEL_ and its number
+    # transformers calls a class without a name LABEL_ and its number.
     return [
         own if known[number] == f"LABEL_{number}" else known[number]
         for number, own in enumerate(by_folder)
@@ -118,7 +133,10 @@ def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[
 
 
 def _compare_classes(known: list[str], name: str, images: ImageDataset, order: str) -> None:
-    """Raise ValueError if a class has another number in a model than in the images, which are in some order."""
+    """Raise ValueError if a class has another number in a model than in the images.
+
+    ``order`` says by what the images' classes are numbered.
+    """
     root, found = Path(images.reader.root), class_names(images)
     other = [number for number, label in enumerate(found) if known[number] != label]
     for number in other:
@@ -161,10 +179,14 @@ def batches(
     inference: Inference,
     indices: Sequence[int] | None = None,
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Load all images, or the ones with these indices, in order: batches (B, C, H, W) for each model, and labels (B,).
+    """Load all images in order, or those with these indices.
 
-    The models are in eval mode. Models of the same preprocessing share a loader. An unreadable
-    image is a ValueError.
+    The batches are (B, C, H, W) for each model, and labels (B,).
+
+    The models are in eval mode. Models of the same preprocessing share a loader.
+
+    Raises:
+        ValueError: if an image cannot be read.
     """
     configs = [(preprocessing(model), image_mode(model)) for model in models]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
@@ -186,13 +208,16 @@ def batches(
 
 
 def image_mode(model: nn.Module) -> str:
-    """Return the mode of Pillow that a model's images have: that of its training, or as in timm's validate.py."""
+    """Return the mode of Pillow that a model's images have.
+
+    It is the mode of its training, or else that of timm's validate.py.
+    """
     stated = getattr(model, "args_of_images", {}).get("input_img_mode")
     return stated or ("RGB" if preprocessing(model)["input_size"][0] == 3 else "L")
 
 
 def image_bytes(images: Tensor, model: nn.Module) -> Tensor:
-    """Return a model's images, (B, 3, H, W), as the bytes that they were before they were normalised."""
+    """Return a model's images as bytes (B, 3, H, W), as before their normalisation."""
     config = preprocessing(model)
     mean, std = (
         torch.tensor(config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std")
@@ -202,9 +227,16 @@ def image_bytes(images: Tensor, model: nn.Module) -> Tensor:
 
 
 def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:
-    """Yield the batches of a loader of so many images, and log the progress.
+    """Yield the batches of a loader, and log the progress.
 
-    An image that cannot be read is a ValueError, without the traceback that a worker process adds.
+    Args:
+        loader: of the images.
+        folder: of the images, for the log.
+        total: number of images.
+        inference: settings of the loader.
+
+    Raises:
+        ValueError: if an image cannot be read; without the traceback that a worker process adds.
     """
     done, logged = 0, time.monotonic()
     try:

@@ -1,4 +1,8 @@
-"""Trains a dense ViT and its EWA counterpart on scikit-learn's digits, exports and compares them: ``timm-moe demo``."""
+"""The demonstration ``timm-moe demo``.
+
+It trains a dense ViT and its EWA counterpart on scikit-learn's digits, exports the latter and
+compares both.
+"""
 
 import os
 import subprocess
@@ -30,8 +34,15 @@ BATCH_SIZE = 64
 #: Images in [-1, 1] with one channel.
 GREY = dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,))
 SMALL_VIT: dict[str, Any] = dict(
-    **dict(pretrained_cfg_overlay=GREY, img_size=8, patch_size=2, in_chans=1, num_classes=10),
-    **dict(embed_dim=64, depth=4, num_heads=4, mlp_ratio=2),
+    pretrained_cfg_overlay=GREY,
+    img_size=8,
+    patch_size=2,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=64,
+    depth=4,
+    num_heads=4,
+    mlp_ratio=2,
 )
 
 #: Runs in a process of its own, which must not import timm_moe.
@@ -72,6 +83,7 @@ class Run:
         self.averaging = ExpertWeightAveraging.of(self.optimizer)
 
     def step(self, images: Tensor, labels: Tensor) -> None:
+        """Train on a batch of images (B, 1, 8, 8) with labels (B,), and measure the step."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(images), labels)
@@ -86,6 +98,7 @@ def run_demo(output: str, epochs: int) -> None:
     """Train for some epochs, export to a folder, reload, plot and report.
 
     Raises:
+        ValueError: if there are no epochs.
         RuntimeError: if the exported model does not predict the same.
     """
     if epochs < 1:
@@ -93,34 +106,19 @@ def run_demo(output: str, epochs: int) -> None:
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     train_set, test_set = load_images()
+
     torch.set_num_threads(1)  # small models only lose time to a second thread
     torch.manual_seed(0)
     steps = len(train_set[1]) // BATCH_SIZE
     dense = Run("dense", timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), epochs, steps)
     ewa = Run("EWA", timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT), epochs, steps)
     train([dense, ewa], train_set, test_set)
+
     export = export_dense(ewa.model, folder / "exported", overwrite=True)
     stock_class, outputs = reload_without_plugin(export.path, test_set[0])
-    parameters = [
-        sum(parameter.numel() for parameter in run.model.parameters()) for run in (dense, ewa)
-    ]
-    rows = [
-        ("", dense.name, ewa.name),
-        ("accuracy, 500 test images", *(f"{run.accuracies[-1]:.1f} %" for run in (dense, ewa))),
-        ("parameters in training", *(f"{number:,}" for number in parameters)),
-        ("parameters after export", f"{parameters[0]:,}", f"{export.parameters:,}"),
-        (
-            "time per training step",
-            *(f"{median(run.step_times) * 1e3:.1f} ms" for run in (dense, ewa)),
-        ),
-    ]
     plot([dense, ewa], folder / "training.png")
-    show("", *(f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows))
-    show(
-        "",
-        "One seed on toy data: a point more or less is noise. Real images: docs/results.md in the "
-        "repository.",
-    )
+    _show_comparison(dense, ewa, export.parameters)
+
     with torch.inference_mode():
         expected = ewa.model.eval()(test_set[0])
     same = int((outputs.argmax(1) == expected.argmax(1)).sum())
@@ -135,8 +133,30 @@ def run_demo(output: str, epochs: int) -> None:
         raise RuntimeError("The exported model does not predict what the trained one does.")
 
 
+def _show_comparison(dense: Run, ewa: Run, exported_parameters: int) -> None:
+    """Print the accuracy, size and speed of both models."""
+    runs = (dense, ewa)
+    parameters = [sum(parameter.numel() for parameter in run.model.parameters()) for run in runs]
+    rows = [
+        ("", dense.name, ewa.name),
+        ("accuracy, 500 test images", *(f"{run.accuracies[-1]:.1f} %" for run in runs)),
+        ("parameters in training", *(f"{number:,}" for number in parameters)),
+        ("parameters after export", f"{parameters[0]:,}", f"{exported_parameters:,}"),
+        ("time per training step", *(f"{median(run.step_times) * 1e3:.1f} ms" for run in runs)),
+    ]
+    show("", *(f"{label:<28}{first:>14}{second:>14}" for label, first, second in rows))
+    show(
+        "",
+        "One seed on toy data: a point more or less is noise. Real images: docs/results.md in the "
+        "repository.",
+    )
+
+
 def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Load training and test set of scikit-learn's digits: images (N, 1, 8, 8) in [-1, 1] and labels (N,)."""
+    """Load training and test set of scikit-learn's digits.
+
+    Each is images (N, 1, 8, 8) in [-1, 1] and labels (N,).
+    """
     digits = load_digits()
     images = digits.images[:, None].astype(np.float32) / 8 - 1
     parts = train_test_split(
@@ -178,7 +198,11 @@ def train(
 
 
 def reload_without_plugin(exported: Path, images: Tensor) -> tuple[str, Tensor]:
-    """Give class and outputs of the exported model in a new process that does not import timm_moe."""
+    """Run the exported model in a new process that does not import timm_moe.
+
+    Returns:
+        The path of its class, and its outputs (N, C).
+    """
     with tempfile.TemporaryDirectory() as scratch:
         inputs, outputs = Path(scratch, "images.npy"), Path(scratch, "outputs.npy")
         np.save(inputs, images.numpy())

@@ -1,4 +1,7 @@
-"""Measures a classifier, or an ensemble of classifiers, on a folder of images with all of :mod:`.metrics`."""
+"""Measurements of a classifier, or an ensemble of classifiers, on a folder of images.
+
+They are those of :mod:`.metrics`.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,7 +39,7 @@ _ALONE: Any = {"sync_on_compute": False}
 
 
 def own_members(model: Any, x: Tensor) -> Tensor:
-    """Logits (B, M, C) of a model's members; a model without members is one."""
+    """Return the logits (B, M, C) of a model's members; a model without members is one."""
     return model.forward_members(x) if hasattr(model, "forward_members") else model(x).unsqueeze(1)
 
 
@@ -56,11 +59,12 @@ def evaluate(
     2110.03360, section 4).
 
     Args:
-        sources: models, or arguments of :func:`timm_moe.checkpoints.source.load_source`, as
-            ``spec`` and ``use_ema``.
+        sources: models, or sources of :func:`timm_moe.checkpoints.source.load_source`.
         images: from :func:`timm_moe.analysis.data.image_folder`.
         ood_images: images of other classes, which the largest mean probability should tell from the
             first.
+        spec: as for ``load_source``.
+        use_ema: as for ``load_source``.
         inference: settings of the forwards.
 
     Returns:
@@ -85,7 +89,10 @@ def evaluate(
 
 
 class Figures:
-    """Numbers of :func:`evaluate` for C classes, gathered batch by batch: sums, and the confidence of each image."""
+    """Numbers of :func:`evaluate` for C classes, gathered batch by batch.
+
+    Sums are kept, and the confidence of each image.
+    """
 
     def __init__(self, num_classes: int):
         self.members = 0
@@ -110,15 +117,13 @@ class Figures:
     def update(self, log_p_BMC: Tensor, labels: Tensor) -> None:
         """Add log-probabilities (B, M, C) of images and their labels (B,)."""
         self.members = log_p_BMC.shape[1]
-        given = [(self._of_ensemble, (log_p_BMC, labels))]
+        for metric in self._of_ensemble.values():
+            metric.update(log_p_BMC, labels)
         if self.members > 1:
-            given.append(
-                (self._of_member, (log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members)))
-            )
-            given.append((self._of_pairs, (log_p_BMC, labels)))
-        for group, batch in given:
-            for metric in group.values():
-                metric.update(*batch)
+            for metric in self._of_pairs.values():
+                metric.update(log_p_BMC, labels)
+            for metric in self._of_member.values():
+                metric.update(log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))
         self.confidence.add(confidence(log_p_BMC))
 
     def update_ood(self, log_p_BMC: Tensor) -> None:
@@ -126,14 +131,13 @@ class Figures:
         self.ood_confidence.add(confidence(log_p_BMC))
 
     def result(self) -> dict[str, float]:
-        """Give the numbers, as :func:`evaluate` returns them."""
+        """Return the numbers, as :func:`evaluate` does."""
         values: dict[str, float] = {"images": len(self.confidence), "members": self.members}
-        found = {
-            **self._of_ensemble,
-            **(self._of_member | self._of_pairs if self.members > 1 else {}),
-        }
+        found = dict(self._of_ensemble)
+        if self.members > 1:
+            found |= self._of_member | self._of_pairs
         if self.ood_confidence:
-            values |= {"ood_images": len(self.ood_confidence)}
+            values["ood_images"] = len(self.ood_confidence)
             values |= metrics.separation(self.confidence.tensor(), self.ood_confidence.tensor())
         values |= {name: metric.compute().item() for name, metric in found.items()}
         values["accuracy"] = 1 - values["error"]
@@ -147,11 +151,16 @@ def predictions(
     images: ImageDataset,
     inference: Inference,
 ) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-    """Yield each model's images (B, ...), log-probabilities (B, M, C) of all members of all models, and labels (B,).
+    """Yield the images, log-probabilities and labels of each batch.
 
-    Log-probabilities and labels are on the CPU, and in float64: in float32 the normalisation may
-    round two logits to the same probability and so change a prediction. It is a ValueError if an
-    output is NaN.
+    The images (B, ...) are those of each model. The log-probabilities (B, M, C) are of all members
+    of all models, the labels (B,).
+
+    Log-probabilities and labels are on the CPU, the former in float64: in float32 the normalisation
+    may round two logits to the same probability and so change a prediction.
+
+    Raises:
+        ValueError: if an output is NaN.
     """
     for inputs, labels in batches(models, images, inference):
         parts = []
@@ -165,7 +174,7 @@ def predictions(
 
 
 def confidence(log_p_BMC: Tensor) -> Tensor:
-    """Largest probability of the ensemble, (B,)."""
+    """Return the largest probability of the ensemble, (B,)."""
     return metrics.ensemble_log_probabilities(log_p_BMC).amax(1).exp()
 
 

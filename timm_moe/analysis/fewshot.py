@@ -1,4 +1,6 @@
-"""Few-shot linear evaluation: a regression from the features of a frozen model to classes, learned from few images.
+"""Few-shot linear evaluation of a frozen model.
+
+A regression from the model's features to classes is learned from few images of each class.
 
 The protocol is of V-MoE's code and pBE (arXiv 2110.03360, appendix B.4): features before the
 classifier are whitened, a constant serves as the bias, and a ridge regression to classes in {-1, 1}
@@ -25,8 +27,9 @@ _logger = logging.getLogger(__name__)
 
 #: Penalties of the regression; the best one is taken.
 PENALTIES = tuple(2.0**exponent for exponent in range(-10, 20))
-#: Regressions: one on the features of all members side by side; of an ensemble also the mean of the
-#: members' own ones, and their mean by the inverse of :meth:`Ridge.left_out_error`.
+#: Regressions: one on the features of all members side by side. Of an ensemble there are also the
+#: mean of the members' own regressions, and their mean weighted by the inverse of
+#: :meth:`Ridge.left_out_error`.
 KINDS = ("joint", "disjoint", "weighted")
 #: Value of the constant feature; it is large, so that the bias is hardly penalised.
 CONSTANT = 100.0
@@ -54,7 +57,10 @@ class Result:
 
 
 class Ridge:
-    """Ridge regressions from features to C classes for all penalties, by one singular value decomposition."""
+    """Ridge regressions from features to C classes, for all penalties.
+
+    One singular value decomposition serves all of them.
+    """
 
     def __init__(self, x_ND: Tensor, label_N: Tensor, num_classes: int):
         x_ND = x_ND.double()
@@ -65,11 +71,13 @@ class Ridge:
         self._projected = self._left.T @ self._y_NC
 
     def scores(self, x_ND: Tensor, penalty: float) -> Tensor:
-        """Scores (N, C) of other features; the predicted class has the largest."""
+        """Return the scores (N, C) of other features; the predicted class has the largest."""
         return self._whitened(x_ND.double()) @ self._weights(penalty)
 
     def left_out_error(self, penalty: float) -> float:
-        """Mean squared error on each training image, by the regression from all others, whitened by all.
+        """Return the mean squared error on each training image by the regression from all others.
+
+        All images are whitened together.
 
         In closed form it is the error of the whole regression divided by one minus the image's
         leverage.
@@ -99,19 +107,23 @@ def fewshot(
     use_ema: bool = False,
     inference: Inference | None = None,
 ) -> list[Result]:
-    """Learn the classes of each folder from few images of each, several times, and classify the test images.
+    """Learn the classes of each folder from few images of each, and classify the test images.
+
+    This is done several times, with other images each time.
 
     Each number of shots has one penalty, which has the best mean rank over all folders and draws by
     the accuracy on the test images, as in V-MoE's code. The shots of a draw contain its smaller
     numbers of shots.
 
     Args:
-        sources: models, or arguments of :func:`timm_moe.checkpoints.source.load_source`, as
-            ``spec`` and ``use_ema``; several, or a model with members, are an ensemble.
+        sources: models, or sources of :func:`timm_moe.checkpoints.source.load_source`; several
+            models, or one with members, are an ensemble.
         folders: images to learn from and to classify.
         shots: training images of each class.
         draws: number of draws.
         seed: of the draws.
+        spec: as for ``load_source``.
+        use_ema: as for ``load_source``.
         inference: settings of the forwards.
 
     Returns:
@@ -129,49 +141,88 @@ def fewshot(
     models = [load_source(source, spec, use_ema).to(inference.torch_device()) for source in sources]
     named = [*zip(models, map(describe_source, sources), strict=True)]
     generator = torch.Generator("cpu").manual_seed(seed)
-    tables = []
-    for folder, label_N in zip(folders, labels, strict=True):
-        of_class = [(label_N == number).nonzero().flatten() for number in label_N.unique()]
-        drawn = [
-            torch.stack(
-                [
-                    images[torch.randperm(len(images), generator=generator)[: max(shots)]]
-                    for images in of_class
-                ]
-            )
-            for _ in range(draws)
-        ]
-        used, place = torch.stack(drawn).unique(return_inverse=True)  # features are computed once
-        counts = f"{len(used):,}", f"{len(folder.test):,}"
-        _logger.info("%s: features of %s training and %s test images ...", folder.name, *counts)
-        train, label = _features(named, folder.train, inference, used.tolist())
-        test, expected = _features(named, folder.test, inference)
-        rows = []
-        for draw in range(draws):
-            _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
-            for number in shots:
-                chosen = place[draw, :, :number].flatten()
-                rows.append(
-                    _accuracies([x_ND[chosen] for x_ND in train], label[chosen], test, expected)
-                )
-        tables.append(torch.stack(rows).unflatten(0, (draws, len(shots))))
+    tables = [
+        _folder_accuracies(
+            named, folder, _draw(label_N, max(shots), draws, generator), shots, inference
+        )
+        for folder, label_N in zip(folders, labels, strict=True)
+    ]
+    return _results(folders, shots, tables)
+
+
+def _draw(label_N: Tensor, shots: int, draws: int, generator: torch.Generator) -> Tensor:
+    """Return the indices (R, C, shots) of images of each class, drawn several times."""
+    of_class = [(label_N == number).nonzero().flatten() for number in label_N.unique()]
+    drawn = [
+        torch.stack(
+            [
+                images[torch.randperm(len(images), generator=generator)[:shots]]
+                for images in of_class
+            ]
+        )
+        for _ in range(draws)
+    ]
+    return torch.stack(drawn)
+
+
+def _folder_accuracies(
+    named: Sequence[tuple[nn.Module, str]],
+    folder: Folder,
+    drawn: Tensor,
+    shots: Sequence[int],
+    inference: Inference,
+) -> Tensor:
+    """Return the accuracies (draws, numbers of shots, kinds, L) on a folder's test images.
+
+    Args:
+        named: models and their names.
+        folder: images to learn from and to classify.
+        drawn: (R, C, most shots) indices of training images.
+        shots: numbers of shots.
+        inference: settings of the forwards.
+    """
+    draws = len(drawn)
+    used, place = drawn.unique(return_inverse=True)  # the features of an image are computed once
+    counts = f"{len(used):,}", f"{len(folder.test):,}"
+    _logger.info("%s: features of %s training and %s test images ...", folder.name, *counts)
+    train, label = _features(named, folder.train, inference, used.tolist())
+    test, expected = _features(named, folder.test, inference)
+
+    rows = []
+    for draw in range(draws):
+        _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
+        for number in shots:
+            chosen = place[draw, :, :number].flatten()
+            features = [x_ND[chosen] for x_ND in train]
+            rows.append(_accuracies(features, label[chosen], test, expected))
+    return torch.stack(rows).unflatten(0, (draws, len(shots)))
+
+
+def _results(
+    folders: Sequence[Folder], shots: Sequence[int], tables: Sequence[Tensor]
+) -> list[Result]:
+    """Choose the penalty of each kind and number of shots, and list the accuracies with it.
+
+    Args:
+        folders: images that were classified.
+        shots: numbers of shots.
+        tables: of each folder the accuracies by :func:`_folder_accuracies`.
+    """
+    draws = len(tables[0])
     results = []
-    for kind, accuracies in zip(KINDS, torch.stack(tables).unbind(3), strict=False):
+    for kind, accuracies in zip(KINDS, torch.stack([*tables]).unbind(3), strict=False):
         for index, number in enumerate(shots):
             best = _best_penalty(accuracies[:, :, index].flatten(0, 1))
             for folder, accuracy_RSL in zip(folders, accuracies, strict=True):
                 of_draws = accuracy_RSL[:, index, best]
                 error = of_draws.std().item() / math.sqrt(draws) if draws > 1 else None
-                results.append(
-                    Result(
-                        folder.name, number, kind, of_draws.mean().item(), error, PENALTIES[best]
-                    )
-                )
+                mean = of_draws.mean().item()
+                results.append(Result(folder.name, number, kind, mean, error, PENALTIES[best]))
     return results
 
 
 def _checked_labels(folder: Folder, shots: int) -> Tensor:
-    """Classes of the training images."""
+    """Return the classes (N,) of the training images."""
     names = class_names(folder.train)
     if class_names(folder.test) != names:
         raise ValueError(
@@ -189,7 +240,7 @@ def _checked_labels(folder: Folder, shots: int) -> Tensor:
 def _accuracies(
     train: Sequence[Tensor], label: Tensor, test: Sequence[Tensor], expected: Tensor
 ) -> Tensor:
-    """Accuracies (kinds, L), from the features (N, D) of each member."""
+    """Return the accuracies (kinds, L), from the features (N, D) of each member."""
     num_classes = int(label.max()) + 1
     joint, test_ND = Ridge(torch.cat([*train], 1), label, num_classes), torch.cat([*test], 1)
     ridges = [Ridge(x_ND, label, num_classes) for x_ND in train] if len(train) > 1 else []
@@ -213,7 +264,10 @@ def _features(
     inference: Inference,
     indices: Any = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """(N, D) features from each member of each model, and the labels, of all images or some."""
+    """Return the features (N, D) of each member of each model, and the labels (N,).
+
+    They are of all images, or of those with these indices.
+    """
     parts: dict[int, Rows] = defaultdict(Rows)
     labels = Rows()
     for inputs, label in batches([model for model, _ in named], images, inference, indices):
@@ -228,7 +282,7 @@ def _features(
 
 
 def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
-    """(B, M, D) before the classifier."""
+    """Return the features (B, M, D) before the classifier."""
     if hasattr(model, "forward_member_features"):
         features = model.forward_member_features(x)
     else:
@@ -239,7 +293,10 @@ def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
 
 
 def _best_penalty(accuracy_RL: Tensor) -> int:
-    """Index of the penalty with the best mean rank over the runs; of equal ones the first."""
+    """Return the index of the penalty with the best mean rank over the runs.
+
+    Of equal penalties it is the first.
+    """
     above_RLL = accuracy_RL.unsqueeze(2) - accuracy_RL.unsqueeze(1)
     return int(above_RLL.sign().sum(2).mean(0).argmax())
 

@@ -17,8 +17,8 @@ from ..console import describe
 
 _logger = logging.getLogger(__name__)
 
-#: Formats of Pillow that are opened, whatever a file's name says.
-#: Another one, PostScript, would start a program.
+#: Formats of Pillow that are opened, whatever a file's name says. PostScript, another format, would
+#: start a program.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 
@@ -27,7 +27,10 @@ class UnreadableImage(ValueError):
 
 
 class FolderImages(ImageDataset):
-    """Images of a reader of folders; one that cannot be read is an error, where timm takes another."""
+    """Images of a reader of folders.
+
+    An image that cannot be read is an error; timm's dataset takes another one in its place.
+    """
 
     numbers_stated = True  #: by a class map or a caller; otherwise they follow from the folders
 

@@ -1,4 +1,7 @@
-"""Sizes of a model: all parameters, the parameters a token passes through, and the cost of an image."""
+"""Sizes of a model.
+
+They are all parameters, the parameters that a token passes through, and the cost of an image.
+"""
 
 import math
 from contextlib import ExitStack
@@ -29,7 +32,7 @@ class ModelInfo:
     members: int  #: members of the ensemble inside the model; each routes its own tokens
     total: int  #: parameters in training
     activated: int  #: parameters that one token passes through in training
-    # : parameters of the dense model, or None if the experts stay routed in evaluation.
+    #: parameters of the dense model; None if the experts stay routed in evaluation
     exported: int | None
     #: floating-point operations to evaluate one image, in 10^9; a multiply-add counts as two
     #: (timm's GMACs are half); routed experts take every token K times
@@ -52,17 +55,15 @@ class ModelInfo:
     def _experts(self) -> str:
         if not self.moe_layers:
             return "none"
-        layers = (
-            f"in each of {len(self.moe_layers)} layers"
-            if len(self.moe_layers) > 1
-            else "in one layer"
-        )
+        number = len(self.moe_layers)
+        layers = f"in each of {number} layers" if number > 1 else "in one layer"
         text = f"{self.num_experts} {layers}, the model has {self.blocks} blocks"
-        if self.exported is not None:  # each token goes to some expert, no matter to which
+        if self.exported is not None:  # a token goes to one expert, no matter to which
             return text
         if self.members > 1:
             return f"{text}; {self.members} members, a token of each takes {self.top_k}"
-        return f"{text}, {'an image' if self.routing_unit == 'image' else 'a token'} takes {self.top_k}"
+        unit = "an image" if self.routing_unit == "image" else "a token"
+        return f"{text}, {unit} takes {self.top_k}"
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
 
 
 def measure(model: nn.Module, name: str) -> ModelInfo:
-    """Measure a model on the meta device, with experts or without; it is changed."""
+    """Measure a model on the meta device, with experts or without; the model is changed."""
     layers = list(moe_layers(model).values())
-    deployed_as_mean = bool(layers) and layers[0].deploys_dense
+    deployed_as_mean = bool(layers) and all(layer.deploys_dense for layer in layers)
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
     deployed = to_dense(model) if deployed_as_mean else model
     return ModelInfo(
@@ -111,7 +112,10 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
 
 
 def evaluation_cost(model: nn.Module) -> Cost:
-    """Measure the cost of evaluating one image on the meta device; routed experts take every token K times."""
+    """Measure the cost of evaluating one image on the meta device.
+
+    Routed experts take every token K times.
+    """
     with ExitStack() as stack:
         for layer in moe_layers(model).values():
             stack.enter_context(layer.router.dropping_nothing())
@@ -119,7 +123,10 @@ def evaluation_cost(model: nn.Module) -> Cost:
 
 
 def forward_cost(model: nn.Module, batch: int) -> Cost:
-    """Measure the cost of one image of a batch on the meta device, in the model's mode; its weights end frozen."""
+    """Measure the cost of one image of a batch on the meta device.
+
+    The model stays in its mode, and its weights end frozen.
+    """
     # FlopCounterMode fails on views of parameters between modules (PiT's class token).
     model.requires_grad_(False)
     norms = {torch.ops.aten.native_layer_norm: lambda *_, out_shape, **__: math.prod(out_shape[0])}
@@ -132,8 +139,14 @@ def forward_cost(model: nn.Module, batch: int) -> Cost:
     norm = counts.pop("aten.native_layer_norm", 0)
 
     def macs(*operators: str) -> float:
+        """Count the multiply-adds of operators with one of these words in their names."""
         return sum(
             flops / 2 for name, flops in counts.items() if any(part in name for part in operators)
         )
 
-    return Cost(macs(""), macs("convolution"), macs("bmm", "scaled_dot_product"), norm)
+    return Cost(
+        macs=sum(counts.values()) / 2,
+        convolution=macs("convolution"),
+        attention=macs("bmm", "scaled_dot_product"),
+        norm=norm,
+    )

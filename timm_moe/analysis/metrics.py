@@ -23,7 +23,15 @@ except ModuleNotFoundError as error:
 
 
 def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
-    """(B, M, C) log-probabilities of each member from logits or probabilities of shape (B, C) or (B, M, C)."""
+    """Return the log-probabilities (B, M, C) of each member.
+
+    Args:
+        outputs: logits or probabilities of shape (B, C) or (B, M, C).
+        from_logits: whether they are logits.
+
+    Raises:
+        ValueError: on another shape, NaN, or probabilities that do not sum to 1.
+    """
     if outputs.ndim not in (2, 3):
         raise ValueError(
             f"Outputs must have shape (B, C) or (B, M, C), got {tuple(outputs.shape)}."
@@ -76,72 +84,80 @@ class _MeanOverImages(_Metric):
     def __init__(self, from_logits: bool = True, numbers: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
         self.from_logits = from_logits
-        # MetricCollection updates one for all of the metrics that have the same names and first
-        # values of states.
+        # MetricCollection updates only one of several metrics whose states have the same names and
+        # first values, so the name of the state tells the metrics apart.
         self._state = f"{type(self).__name__}_of_{'logits' if from_logits else 'probabilities'}"
         self.add_state(
             self._state, torch.zeros(numbers + 1, dtype=torch.float64), dist_reduce_fx="sum"
         )
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
-        """Give the numbers, (B,) or (B, K)."""
+    def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+        """Return the numbers of each image, (B,) or (B, K)."""
         raise NotImplementedError
 
     def update(self, outputs: Tensor, labels: Tensor) -> None:
-        """Add a batch; raise ValueError on wrong shapes or labels, NaN, or probabilities that do not sum to 1."""
+        """Add a batch.
+
+        Raises:
+            ValueError: on wrong shapes or labels, NaN, or probabilities that do not sum to 1.
+        """
         log_p_BMC = log_probabilities(outputs, self.from_logits)
         images, _, classes = log_p_BMC.shape
         _check_labels(labels, images, classes)
         sums = getattr(self, self._state)
-        sum_K = (
-            self.per_image(log_p_BMC, labels.long()).double().reshape(images, len(sums) - 1).sum(0)
-        )
+        numbers = self._per_image(log_p_BMC, labels.long())
+        sum_K = numbers.double().reshape(images, len(sums) - 1).sum(0)
         setattr(self, self._state, sums + torch.cat([sum_K, sum_K.new_full((1,), images)]))
 
     def means(self) -> Tensor:
-        """Give the means, (K,); NaN before the first image."""
+        """Return the means, (K,); NaN before the first image."""
         sums = getattr(self, self._state)
         return sums[:-1] / sums[-1]
 
     def compute(self) -> Tensor:
-        """Give the mean; NaN before the first image."""
+        """Return the mean; NaN before the first image."""
         return self.means()[0]
 
 
 class NegativeLogLikelihood(_MeanOverImages):
     """Minus the logarithm of the probability of the label."""
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+    def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         return -ensemble_log_probabilities(log_p_BMC).gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
 class ErrorRate(_MeanOverImages):
     """Share of images whose label is not the most probable class."""
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+    def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         return ensemble_log_probabilities(log_p_BMC).argmax(1) != labels
 
 
 class BrierScore(_MeanOverImages):
-    """Squared distance of the probabilities from the one-hot label, summed over the classes; from 0 to 2."""
+    """Squared distance of the probabilities from the one-hot label, summed over the classes.
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+    It is from 0 to 2.
+    """
+
+    def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         p_BC = ensemble_log_probabilities(log_p_BMC).exp()
         return (p_BC - F.one_hot(labels, p_BC.shape[1])).square().sum(1)
 
 
 class CalibrationError(_MeanOverImages):
-    """Expected calibration error: distance of accuracy and confidence in 15 equal bins of the largest probability.
+    """Expected calibration error.
 
-    A bin holds its lower bound, and the last one also 1. Outputs of another number of classes are a
-    ValueError.
+    It is the distance of accuracy and confidence in 15 equal bins of the largest probability.
+
+    A bin holds its lower bound, and the last bin also 1. ``update`` raises ValueError on outputs of
+    another number of classes.
     """
 
     def __init__(self, num_classes: int, from_logits: bool = True, n_bins: int = 15, **kwargs: Any):
         super().__init__(from_logits, n_bins, **kwargs)
         self.num_classes, self.n_bins = num_classes, n_bins
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+    def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         if log_p_BMC.shape[2] != self.num_classes:
             raise ValueError(
                 f"Outputs must have {self.num_classes} classes, got {log_p_BMC.shape[2]}."
@@ -155,6 +171,7 @@ class CalibrationError(_MeanOverImages):
         return F.one_hot(index, self.n_bins) * excess.unsqueeze(1)
 
     def compute(self) -> Tensor:
+        """Return the sum over the bins; NaN before the first image."""
         return self.means().abs().sum()
 
 
@@ -163,57 +180,69 @@ class _MeanOverPairs(_MeanOverImages):
 
     higher_is_better = None
 
-    def of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """Compare the members of each pair, (B, pairs, C), and give (B, pairs)."""
+    def _of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Compare the members of each pair, (B, pairs, C); return (B, pairs)."""
         raise NotImplementedError
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+    def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         members = log_p_BMC.shape[1]
         if members < 2:
             raise ValueError("Members of an ensemble are compared: outputs must be (B, M, C).")
         first, second = torch.triu_indices(members, members, 1)
-        return self.of_pair(log_p_BMC[:, first], log_p_BMC[:, second]).double().mean(1)
+        return self._of_pair(log_p_BMC[:, first], log_p_BMC[:, second]).double().mean(1)
 
 
 class PairwiseKL(_MeanOverPairs):
-    """Kullback-Leibler divergence of one member's probabilities from another's, the mean over the pairs."""
+    """Kullback-Leibler divergence of one member's probabilities from another's.
 
-    def of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+    It is the mean over the pairs of members.
+    """
+
+    def _of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return torch.where(log_p == -torch.inf, 0, log_p.exp() * (log_p - log_q)).sum(2)
 
 
 class CosineSimilarity(_MeanOverPairs):
     """Cosine of the angle between two members' probabilities, the mean over the pairs."""
 
-    def of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+    def _of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return F.cosine_similarity(log_p.exp(), log_q.exp(), dim=2)
 
 
 class Disagreement(_MeanOverPairs):
     """Share of images for which two members predict different classes, the mean over the pairs."""
 
-    def of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+    def _of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return log_p.argmax(2) != log_q.argmax(2)
 
 
 class NormalizedDisagreement(Disagreement):
-    """Disagreement divided by the ensemble's error rate; 0 if both are 0, infinite if only the error is."""
+    """Disagreement divided by the ensemble's error rate.
+
+    It is 0 if both are 0, and infinite if only the error rate is 0.
+    """
 
     def __init__(self, from_logits: bool = True, **kwargs: Any):
         super().__init__(from_logits, 2, **kwargs)
 
-    def per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
+    def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         wrong = ensemble_log_probabilities(log_p_BMC).argmax(1) != labels
-        return torch.stack([super().per_image(log_p_BMC, labels), wrong.double()], 1)
+        return torch.stack([super()._per_image(log_p_BMC, labels), wrong.double()], 1)
 
     def compute(self) -> Tensor:
+        """Return the ratio of the two means; NaN before the first image."""
         disagreement, error = self.means()
         return torch.where(disagreement == 0, disagreement, disagreement / error)
 
 
 def separation(confidence: Tensor, ood_confidence: Tensor) -> dict[str, float]:
-    """AUROC and FPR at 95 % TPR of probabilities (N,) and (K,), the first of which should be the larger ones."""
-    # Torchmetrics takes more, by rounding, for logits.
+    """Return the AUROC and the FPR at 95 % TPR of two kinds of images.
+
+    Args:
+        confidence: (N,) probabilities, which should be the larger ones.
+        ood_confidence: (K,) probabilities of images of other data.
+    """
+    # Rounding may give more than 1, which torchmetrics would take for a logit.
     scores = torch.cat([confidence, ood_confidence]).clamp(max=1)
     is_in = (torch.arange(len(scores)) < len(confidence)).int()
     false_positives, true_positives, _ = binary_roc(scores, is_in)

@@ -1,4 +1,7 @@
-"""The divergence of the layer norms of a model's blocks, which WideNet's blocks do not share (arXiv 2107.11817)."""
+"""The divergence of the layer norms of a model's blocks.
+
+WideNet's blocks do not share their norms (arXiv 2107.11817).
+"""
 
 import re
 
@@ -9,10 +12,10 @@ from ..convert.blocks import unwrapped
 
 
 def norm_divergence(model: nn.Module) -> dict[str, Tensor]:
-    """Divergence of the layer norms of all blocks (WideNet, eq. 9), one number for each element.
+    """Return the divergence of the layer norms of all blocks, a number for each element.
 
-    Every element of a block's scale (or bias) is compared with every element in the other blocks:
-    with N blocks of width D,
+    It is WideNet's, eq. 9. Every element of a block's scale (or bias) is compared with every
+    element in the other blocks: with N blocks of width D,
     ``y_i = 1 / (D N^2) * sum over j, n, m, where n != j, of |scale_ij - scale_mn|``. It measures
     the spread within a norm too, and is 0 only if all elements are equal.
 
@@ -59,7 +62,7 @@ def _divergence(values_ND: Tensor) -> Tensor:
     blocks, width = values_ND.shape
     everywhere = values_ND.flatten()
     total_D = sum(_distances(own_D, everywhere) - _distances(own_D, own_D) for own_D in values_ND)
-    # Rounding may give less than 0.
+    # Rounding may make a sum of distances negative.
     return torch.as_tensor(total_D).clamp(min=0) / (width * blocks**2)
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 class Rows:
     """Rows of a tensor on the CPU, added batch by batch to one piece of memory.
 
-    A tensor of every batch would lie between the large ones that are freed, whose memory then is
-    not given back.
+    If each batch kept a tensor of its own, these would lie between large tensors that are freed,
+    and the memory of those would not go back to the system.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Rows:
         """Add rows (N, ...), which have the same type and shape each time, from any device."""
         end = self._number + len(rows)
         if end > len(self._rows):
-            # So that rows can be added outside of inference mode too.
+            # An inference tensor could not be changed outside of inference mode.
             with torch.inference_mode(False):
                 grown = torch.empty(
                     max(end, 2 * len(self._rows)), *rows.shape[1:], dtype=rows.dtype

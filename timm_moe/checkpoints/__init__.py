@@ -1,4 +1,7 @@
-"""Reading: a file or folder becomes a model (source.py), official V-MoE and Swin-MoE checkpoints too."""
+"""Reading: a file or folder becomes a model (source.py).
+
+The official checkpoints of V-MoE and Swin-MoE can be imported, too.
+"""
 
 from . import swin_moe, vmoe
 

@@ -1,4 +1,7 @@
-"""Objects that checkpoints hold beside tensors: read without running code, some as plainer ones."""
+"""Objects that checkpoints hold beside tensors.
+
+They are read without running code of the file, some of them as plainer objects.
+"""
 
 import argparse
 import datetime
@@ -48,13 +51,13 @@ _NUMPY = {
     "numeric._frombuffer": _Ignored,
 }
 _DATES = ("date", "datetime", "time", "timedelta", "timezone")
-#: For ``torch.serialization.safe_globals``: what takes the place of a class or function, and its
-#: name in a file.
+#: For ``torch.serialization.safe_globals``: the substitute of a class or function, and the name
+#: that the class or function has in a file.
 HARMLESS: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
     (types.SimpleNamespace, "types.SimpleNamespace"),
-    (lambda *args: {}, "collections.defaultdict"),  # its items follow
-    # Made by a defaultdict.
+    (lambda *args: {}, "collections.defaultdict"),  # pickle adds its items afterwards
+    # The default factories of a defaultdict.
     *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, set, int, float)),
     *((getattr(datetime, name), f"datetime.{name}") for name in _DATES),
     *(

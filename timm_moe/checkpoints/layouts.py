@@ -21,7 +21,10 @@ _EMA = re.compile(r"(?<![a-zA-Z])ema(?![a-z])|EMA|Ema")
 
 
 def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict[str, Tensor]:
-    """Take a state dict out of a checkpoint: ``state_dict`` or ``state_dict_ema`` of train.py, else other trainers'.
+    """Take a state dict out of a checkpoint.
+
+    train.py writes it as ``state_dict`` and ``state_dict_ema``; the names of other trainers are
+    tried next.
 
     Raises:
         ValueError: if there is no such state dict, there are several, or a tensor has more elements
@@ -36,7 +39,10 @@ def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict
 
 
 def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
-    """Return weights; raise ValueError unless they are tensors by name, each with all of its elements in the file."""
+    """Return weights; raise ValueError unless they are tensors by name.
+
+    The file must hold all elements of each tensor.
+    """
     if not isinstance(weights, dict) or not all(
         isinstance(name, str)
         and isinstance(value, Tensor)
@@ -52,7 +58,11 @@ def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
 
 
 def require_kinds(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Any) -> None:
-    """Raise ValueError where weights hold another kind of numbers than a model, which loading would convert."""
+    """Raise ValueError unless weights hold the same kinds of numbers as a model.
+
+    Loading would convert them without a word. The kinds are floating-point, complex, integer and
+    boolean numbers.
+    """
     for name in weights.keys() & expected.keys():
         held, wanted = weights[name].dtype, expected[name].dtype
         if _kind(held) != _kind(wanted):
@@ -66,7 +76,9 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 def without_wrapper(
     weights: dict[str, Tensor], own_names: Iterable[str], path: Path
 ) -> dict[str, Tensor]:
-    """Return a model's weights if another framework holds them as a part of its own, e.g. Lightning's ``model.``.
+    """Return a model's weights without the prefix of another framework's wrapper.
+
+    Lightning, for example, writes ``model.`` before each name.
 
     Args:
         weights: by their names in the file.
@@ -87,6 +99,7 @@ def without_wrapper(
         part = clean_state_dict(part)  # the model may have been compiled
         if own <= {name.partition(".")[0] for name in part}:
             found[prefix] = part
+
     if not found:
         return weights
     if len(found) > 1:
@@ -94,6 +107,7 @@ def without_wrapper(
             f"{path} holds several models, under {' and '.join(found)}: write the weights of one "
             "alone."
         )
+
     ((prefix, part),) = found.items()
     others = [name for name in weights if not name.startswith(prefix)]
     left = (
@@ -106,16 +120,20 @@ def without_wrapper(
 
 
 def _ema_of_other_trainers(checkpoint: Mapping[str, Any], plain: Any, path: Path) -> Any:
-    """Return averaged weights: those of Lightning's WeightAveraging, or the only ones with "ema" in a name."""
-    if "averaging_state" in checkpoint:  # Lightning has put them in the place of the others
+    """Return averaged weights of another trainer's checkpoint.
+
+    They are those of Lightning's WeightAveraging, or the only ones with "ema" in a name.
+    """
+    if "averaging_state" in checkpoint:  # Lightning writes the averaged weights as its state_dict
         return plain
+
     found = {
         name: tree
         for name, tree in _dicts_in(checkpoint)
         if _EMA.search(name) and _holds_tensors(tree)
     }
     names = [name for name in plain if isinstance(name, str)] if isinstance(plain, dict) else []
-    # Of the module that was trained.
+    # EMA weights may also be a part of the state dict of the module that was trained.
     for part in filter(_EMA.search, {name.partition(".")[0] for name in names}):
         found[part] = {
             name.removeprefix(f"{part}."): plain[name]
@@ -131,16 +149,18 @@ def _ema_of_other_trainers(checkpoint: Mapping[str, Any], plain: Any, path: Path
             "write the weights to take to a file of their own. (train.py writes state_dict_ema "
             "with --model-ema.)"
         )
+
     (weights,) = found.values()
-    # An AveragedModel counts its updates, too.
+    # torch's AveragedModel also holds its count of updates, outside of ``module.``.
     held = [name for name in weights if name.startswith("module.")]
     return {name: weights[name] for name in held or weights}
 
 
 def _dicts_in(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """List the dicts inside a checkpoint, to a depth of four, by the names that lead there; none twice.
+    """List the dicts inside a checkpoint by the names that lead there.
 
-    What lies in a dict of EMA weights is a part of it.
+    The search ends at a depth of four and lists no dict twice. A dict inside a dict of EMA weights
+    is a part of it and is not listed.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     seen: set[int] = set()

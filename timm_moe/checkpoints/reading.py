@@ -21,8 +21,8 @@ _ARCHIVE = b"PK\x03\x04"
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read the dictionary in a checkpoint file.
 
-    The tensors of an archive stay in the file until they are used; :func:`require_intact` verifies
-    those.
+    The tensors of an archive stay in the file until they are used. :func:`require_intact` verifies
+    their checksums.
 
     Raises:
         OSError: if the file cannot be opened.
@@ -54,14 +54,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
+
     return checkpoint
 
 
 def require_intact(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless tensors that were read from a file are those that were written there.
+    """Raise ValueError unless the tensors that were read from a file match its checksums.
 
-    torch.load ignores the checksums of an archive. Only these tensors are compared with them, not
-    an optimizer's.
+    torch.load ignores the checksums of an archive. Here they are compared for these tensors alone,
+    so an optimizer's state is not read.
     """
     if not _is_archive(path):
         return
@@ -87,10 +88,13 @@ def _is_archive(path: Path) -> bool:
 
 
 def _check_records(path: Path) -> None:
-    """Raise an error unless an archive's records are stored as torch.save does, and all but the tensors are intact."""
+    """Raise an error unless an archive is as torch.save writes it and is intact.
+
+    The checksums of the tensors are not compared here; see :func:`require_intact`.
+    """
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
-            # Mapped, its bytes would be taken as they are.
+            # Memory-mapped, the compressed bytes would be taken for the numbers.
             if record.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"The record {record.filename} is compressed.")
             is_tensor = Path(record.filename).parts[1:-1] == ("data",)  # as in last/data/0

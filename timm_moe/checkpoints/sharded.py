@@ -1,4 +1,7 @@
-"""The file format of google-research/vmoe: ``PREFIX.index`` and ``PREFIX.data-00000-of-00008``, all of them msgpack.
+"""The file format of google-research/vmoe's checkpoints.
+
+The files are ``PREFIX.index`` and, for each shard, e.g. ``PREFIX.data-00000-of-00008``. All of them
+are msgpack.
 
 The index is a tree of names. Its leaves state the shape of an array, its slices, and the shard of
 each slice. A shard maps the number of an array to its slices. Arrays are numbered in the order of
@@ -62,40 +65,58 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
         raise FileNotFoundError(
             f"There is no {index_file}: give the path that the checkpoint's files begin with."
         )
-    with _damage_of(index_file, "no index of a sharded checkpoint"):
-        index = _unpack(index_file.read_bytes())
+
+    entries, shard_count = _read_index(index_file)
+    # Memory is allocated last: the sizes that an index states may be false.
+    shards = _shards(prefix, shard_count, entries)
+    _require_whole_arrays(index_file, entries)
+    arrays = {
+        number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in entries.items()
+    }
+    for shard, file in enumerate(shards):
+        _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
+        with _damage_of(file, "belongs to another index"):
+            _read_shard(_unpack(file.read_bytes()), shard, entries, arrays)
+    return {entries[number].path.removeprefix("params/"): array for number, array in arrays.items()}
+
+
+def _read_index(file: Path) -> tuple[dict[int, _Entry], int]:
+    """Return the entries of the model's arrays by their numbers, and the number of shards."""
+    with _damage_of(file, "no index of a sharded checkpoint"):
+        index = _unpack(file.read_bytes())
         shard_count = index["shard_count"]
         entries = [_entry(path, leaf, shard_count) for path, leaf in _leaves(index["index"], "")]
         if not entries:
             raise ValueError
+
     in_params = any(entry.path.startswith("params/") for entry in entries)
-    wanted = {
-        n: entry
-        for n, entry in enumerate(entries)
+    return {
+        number: entry
+        for number, entry in enumerate(entries)
         if entry.path.startswith("params/") or not in_params
-    }
-    shard_files = list[Path]()
-    for shard in range(shard_count):  # before memory is allocated for sizes that may be false
+    }, shard_count
+
+
+def _shards(prefix: str, shard_count: int, entries: dict[int, _Entry]) -> list[Path]:
+    """List the files of the shards, each of which must be large enough for its entries."""
+    shards = list[Path]()
+    for shard in range(shard_count):
         file = Path(f"{prefix}.data-{shard:05d}-of-{shard_count:05d}")
         if not file.is_file():
             raise FileNotFoundError(f"The shard {file} is missing.")
-        shard_files.append(file)
-        if sum(entry.bytes_in(shard) for entry in wanted.values()) > file.stat().st_size:
+        if sum(entry.bytes_in(shard) for entry in entries.values()) > file.stat().st_size:
             raise ValueError(f"{file} is truncated, or belongs to another index.")
+        shards.append(file)
+    return shards
+
+
+def _require_whole_arrays(index_file: Path, entries: dict[int, _Entry]) -> None:
+    """Raise ValueError unless the slices of each array cover it exactly once."""
     with _damage_of(index_file, "no index of a sharded checkpoint"):
-        for entry in wanted.values():
-            if not tile(
-                [part for of_shard in entry.slices.values() for part in of_shard], entry.shape
-            ):
+        for entry in entries.values():
+            parts = [part for of_shard in entry.slices.values() for part in of_shard]
+            if not tile(parts, entry.shape):
                 raise ValueError
-    arrays = {
-        number: torch.empty(entry.shape, dtype=entry.dtype) for number, entry in wanted.items()
-    }
-    for shard, file in enumerate(shard_files):
-        _logger.info("Reading shard %d of %d ...", shard + 1, shard_count)
-        with _damage_of(file, "belongs to another index"):
-            _read_shard(_unpack(file.read_bytes()), shard, wanted, arrays)
-    return {wanted[number].path.removeprefix("params/"): array for number, array in arrays.items()}
 
 
 @contextmanager
@@ -133,7 +154,8 @@ def tile(parts: Sequence[Slices], shape: Sequence[int]) -> bool:
     for part in parts:
         if len(part) != len(shape) or not all(_is_range(*bounds) for bounds in part):
             return False
-    if sum(map(_size, parts)) != math.prod(shape):  # before there is a mask of this size
+    # A false shape could ask for a mask of any size, so the numbers of elements come first.
+    if sum(map(_size, parts)) != math.prod(shape):
         return False
     covered = np.zeros(shape, bool)
     for part in parts:
@@ -172,7 +194,10 @@ def _vector(chunk: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _slices(part: Any) -> Slices:
-    """Return the bounds of a slice in each dimension; each is packed again, as [start, stop, step]."""
+    """Return the bounds of a slice in each dimension.
+
+    In the file each of them is packed once more, as [start, stop, step].
+    """
     packed = _unpack(part) if isinstance(part, bytes) else part
     bounds = [_unpack(bound) for bound in packed]
     for start, stop, step in bounds:
@@ -182,7 +207,10 @@ def _slices(part: Any) -> Slices:
 
 
 def _is_range(start: Any, stop: Any) -> bool:
-    """Tell if bounds are those of a slice with elements; negative ones would hide how much an array needs."""
+    """Tell if bounds are those of a slice with elements.
+
+    Negative bounds would hide how much memory an array needs.
+    """
     return type(start) is type(stop) is int and 0 <= start < stop
 
 

@@ -45,12 +45,12 @@ from .stated import (
 
 _logger = logging.getLogger(__name__)
 
-#: Names of the weights in a folder in timm's layout, in order of preference; the first two are the
-#: Hub's.
+#: Names of the weights in a folder in timm's layout, in order of preference. The first two are
+#: those on the Hub.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 _WEIGHTS_END = (".safetensors", ".pth", ".bin")
 _DEFAULT = "timm's default"
-#: Preprocessing that a guess would get wrong.
+#: Preprocessing that is asked of the user where the file does not state it.
 _GUESSED = ("mean", "std", "crop_pct", "interpolation")
 
 
@@ -90,7 +90,10 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Origin:
-    """Source of loaded weights, with what their file says of the training; the loaded model's ``origin``."""
+    """Source of loaded weights, and what their file says of the training.
+
+    A loaded model has it as ``origin``.
+    """
 
     place: str  #: path of the file or folder, or ``hf-hub:`` name
     folder: Path | None = None  #: the folder, if it is one
@@ -119,13 +122,12 @@ def load_source(
         source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and
             weights, as path or ``local-dir:`` name; or an ``hf-hub:`` name.
         spec: the user's statements about it.
-        use_ema: take the EMA weights of a train.py checkpoint; other sources have one kind of
-            weights, with a warning.
+        use_ema: take the EMA weights of a train.py checkpoint; ignored, with a warning, for other
+            sources.
 
     Returns:
-        The model itself, or its :func:`own_copy` with the preprocessing that is stated. Of another
-        source, a new model
-        with its :class:`Origin` as ``origin``.
+        Of a model, the model itself, or its :func:`own_copy` if a preprocessing is stated. Of
+        another source, a new model with its :class:`Origin` as ``origin``.
 
     Raises:
         FileNotFoundError: if the source does not exist.
@@ -135,11 +137,11 @@ def load_source(
     """
     spec = spec or ModelSpec()
     if use_ema and (isinstance(source, nn.Module) or not Path(source).is_file()):
-        _warn_of_one_kind(
-            f"This {type(source).__name__}" if isinstance(source, nn.Module) else str(source)
-        )
+        is_model = isinstance(source, nn.Module)
+        _warn_of_one_kind(f"This {type(source).__name__}" if is_model else str(source))
     if isinstance(source, nn.Module):
         return own_copy(source, spec) if spec.preprocessing else source
+
     name = f"local-dir:{source}" if Path(source).is_dir() else str(source)
     if name.startswith(SOURCE_PREFIXES):
         return _load_folder(name, spec)
@@ -152,7 +154,10 @@ def load_source(
 
 
 def folder_of(source: nn.Module | str | Path) -> Path | None:
-    """Return the folder of a source that is a path or ``local-dir:`` name of one; None for other sources."""
+    """Return the folder of a source that is one; None for other sources.
+
+    The source may be the folder's path or its ``local-dir:`` name.
+    """
     if isinstance(source, nn.Module):
         return None
     path = Path(str(source).removeprefix("local-dir:"))
@@ -160,11 +165,14 @@ def folder_of(source: nn.Module | str | Path) -> Path | None:
 
 
 def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = False) -> nn.Module:
-    """Copy a model in memory, except for its tensors, without its wrappers; of its training nothing is known.
+    """Copy a model in memory without its wrappers; the copy shares its tensors.
+
+    The copy has no ``origin``: of its training nothing is known.
 
     Args:
-        model: of any library; of transformers' wrappers of timm models the inner one is taken.
-        spec: the user's statements about it.
+        model: a model of any library. Of transformers' wrappers of timm models the inner model is
+            taken.
+        spec: the user's statements about the model.
         use_ema: has no effect but a warning.
 
     Raises:
@@ -211,17 +219,15 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     # A dense checkpoint has no routers: they stay as drawn.
     model = _loaded(blueprint, weights, path, is_whole=not missing)
     _warn_of_untrained_routers(model, weights, path, name)
+
     is_guess = not train_args and not name.startswith(SOURCE_PREFIXES) and "." not in name
     origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
     with _train_args_of(path):
         origins |= dict.fromkeys(state_preprocessing(model, train_args), "train.py's arguments")
     _prepare(model, spec, origins, str(path), name)
     _keep_args_of_images(model, train_args, path)
-    # Class names may belong to the folder or repository that training started from.
-    cfg = get_pretrained_cfg(model)
-    set_pretrained_cfg(
-        model, {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")}
-    )
+    _drop_class_names(model)
+
     model.origin = Origin(  # type: ignore[assignment]
         str(path),
         train_args=trained,
@@ -232,10 +238,20 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     return model
 
 
+def _drop_class_names(model: nn.Module) -> None:
+    """Remove class names, which may be those of the weights that training started from."""
+    cfg = get_pretrained_cfg(model)
+    kept = {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")}
+    set_pretrained_cfg(model, kept)
+
+
 def _describe_file(
     name: str, train_args: Mapping[str, Any], spec: ModelSpec, path: Path
 ) -> list[Blueprint]:
-    """List what train.py may have made of its arguments; for the images' size first, if that is no argument itself."""
+    """List the models that train.py may have made of its arguments, the likeliest first.
+
+    If images have a size and it is no argument itself, the first model is made for that size.
+    """
     blueprint = _blueprint(name, spec)
     with _train_args_of(path):
         used, image = model_arguments(train_args)
@@ -243,6 +259,7 @@ def _describe_file(
     check_arguments(blueprint.architecture, stated, path)
     plain = {**blueprint.args, **stated, **spec.args()}
     blueprints = [replace(blueprint, args=plain)]
+
     takes_size = "img_size" not in {**stated, **spec.args()}
     if image and takes_size and "img_size" in architecture_arguments(blueprint.architecture):
         check_arguments(blueprint.architecture, {"img_size": image}, path)
@@ -264,6 +281,7 @@ def _first_fitting(
             return blueprint, *_fitted(name, blueprint, weights, path)
         except (ValueError, RuntimeError) as error:
             problems.append(error)
+
     if isinstance(problems[0], ValueError):
         raise problems[0]
     raise ValueError(
@@ -282,7 +300,10 @@ def _train_args_of(path: Path) -> Iterator[None]:
 
 
 def _stated_name(train_args: dict[str, Any], path: Path) -> str:
-    """Return the model that a checkpoint names; it must be one that timm creates without looking elsewhere."""
+    """Return the model that a checkpoint names.
+
+    It must be a name that timm creates without looking elsewhere.
+    """
     name = train_args.get("model")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{path} does not say which model it belongs to: name it with --model.")
@@ -347,6 +368,7 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         model = _loaded(blueprint, weights, path)
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
+
     described = blueprint.pretrained_cfg or {}
     origins = {
         key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)
@@ -383,7 +405,10 @@ def _weights_file(name: str) -> Path:
 
 
 def _file(name: str, file: str = "") -> Path:
-    """Return the path of a file in the folder, or in the repository, from which it is fetched, that the user named."""
+    """Return the path of a file in the folder or repository that the user named.
+
+    A repository's file is fetched.
+    """
     if name.startswith("local-dir:"):
         return Path(name.removeprefix("local-dir:"), file)
     repo_id, _, revision = name.removeprefix("hf-hub:").partition("@")
@@ -394,7 +419,10 @@ def _file(name: str, file: str = "") -> Path:
 
 
 def _blueprint(name: str, spec: ModelSpec) -> Blueprint:
-    """Describe the model of a name: a registered one, or a folder's or repository's that the user states."""
+    """Describe the model of a name that the user states.
+
+    It is the name of a registered model, a folder or a repository.
+    """
     if not name.startswith(SOURCE_PREFIXES):
         check_registered(name)
         return Blueprint(name)
@@ -439,21 +467,30 @@ def _fitted(
             sketch = _create(blueprint)
     except Exception as error:  # arguments may end in anything
         raise _not_created(name, error) from error
+
     expected = sketch.state_dict()
     taken = without_wrapper(weights, expected, path)
     sketch.load_state_dict({key: tensor.to("meta") for key, tensor in taken.items()})
     require_kinds(taken, expected, path)
-    for key in taken.keys() & expected.keys() if is_strict else ():
-        held, wanted = tuple(taken[key].shape), tuple(expected[key].shape)
+    if is_strict:
+        _require_shapes(taken, expected)
+    return taken, expected.keys() - taken.keys()
+
+
+def _require_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless weights have the shapes of a model's, also those of the experts."""
+    for key in weights.keys() & expected.keys():
+        held, wanted = tuple(weights[key].shape), tuple(expected[key].shape)
         if held != wanted:
             raise ValueError(f"the weights hold {key} of shape {held}, the model one of {wanted}.")
-    return taken, expected.keys() - taken.keys()
 
 
 def _loaded(
     blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_whole: bool = True
 ) -> nn.Module:
-    """Create a model and load the weights, which fit it; what they lack, unless they are whole, is drawn.
+    """Create a model and load weights that fit it.
+
+    Unless the weights are whole, those that they lack are drawn.
 
     The model is not the one that was compared: buffers that no file holds have their values from
     the constructor.
@@ -483,7 +520,15 @@ def first_problem(error: Exception) -> str:
 def _prepare(
     model: nn.Module, spec: ModelSpec, origins: dict[str, str], source: str, architecture: str
 ) -> None:
-    """Write the user's preprocessing to the model's config, and log all of it by ``origins``."""
+    """Write the user's preprocessing to the model's config, and log all of it.
+
+    Args:
+        model: the loaded model.
+        spec: the user's statements about it.
+        origins: for each entry of the preprocessing, who states it.
+        source: of the model, for messages.
+        architecture: name of the model, for messages.
+    """
     origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing), "stated")
     by_origin: dict[str, list[str]] = {}
     for key, value in preprocessing(model).items():

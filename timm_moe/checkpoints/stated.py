@@ -1,4 +1,6 @@
-"""Describe: what a file may state of its model, a registered architecture and plain values for its constructor.
+"""Description: what a file may state of its model.
+
+It is a registered architecture and plain values for its constructor.
 
 A checkpoint or config.json may come from anyone, and timm's factory takes more than an architecture
 needs: where to fetch weights and where to keep them, further files to read, functions and classes.
@@ -53,15 +55,19 @@ class Blueprint:
     """The architecture and arguments of a model."""
 
     architecture: str  #: registered name, perhaps with a tag
-    # : for its constructor; None leaves one to timm.
+    #: for its constructor; None leaves an argument to timm
     args: dict[str, Any] = field(default_factory=dict)
-    # : timm's config of the weights; by default the registered one.
+    #: timm's config of the weights; by default the registered one
     pretrained_cfg: dict[str, Any] | None = None
     recorded: Any = None  #: what an export has written of the training, for its own reading
 
 
 def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
-    """Read a ``config.json`` of timm without overridden arguments; ValueError if it states what no file may."""
+    """Read a ``config.json`` of timm, without the arguments that are overridden.
+
+    Raises:
+        ValueError: if it states what no file may.
+    """
     config = json.loads(read_text(file), parse_constant=_refuse_constant)
     architecture = config.get("architecture")
     if not isinstance(architecture, str):
@@ -83,7 +89,7 @@ def _refuse_constant(text: str) -> None:
 
 
 def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str, Any]:
-    cfg = config.get("pretrained_cfg", config)  # the older layout has its entries at the top
+    cfg = config.get("pretrained_cfg", config)  # the older layout has the entries at the top
     older = {"label_names": config.get("labels")} if cfg is config else {}
     above = {
         name: config.get(name) for name in ("num_classes", "label_names", "label_descriptions")
@@ -107,15 +113,16 @@ def _pretrained_cfg(config: dict[str, Any], num_classes: int | None) -> dict[str
 
 
 def _is_labels(value: Any) -> bool:
-    """Tell whether a value holds class names, in order or by number, or descriptions by name."""
+    """Tell whether a value holds class names or descriptions: a list or dict of texts."""
     labels = value.values() if isinstance(value, dict) else value
     return isinstance(value, (dict, list)) and all(isinstance(label, str) for label in labels)
 
 
 def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return train.py's arguments in a checkpoint; what is nested deeper than they are becomes a word.
+    """Return train.py's arguments in a checkpoint; empty if there are none.
 
-    A pickle may hold one list in another many times over, and its text would have no end.
+    What is nested deeper than train.py's own arguments becomes a string: a pickle may hold one list
+    in another many times over, and its text would have no end.
     """
     args = checkpoint.get("args")
     return (
@@ -126,7 +133,10 @@ def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def args_of_import(path: Path) -> dict[str, Any]:
-    """Return the model and its options that an imported checkpoint states, under the names of train.py's arguments."""
+    """Return the model and its options that an imported checkpoint states.
+
+    They have the names of train.py's arguments.
+    """
     if path.suffix != ".safetensors":
         return {}
     with safe_open(path, "pt") as file:
@@ -138,7 +148,7 @@ def args_of_import(path: Path) -> dict[str, Any]:
 
 
 def _flattened(value: Any, levels: int = 2) -> Any:
-    """Copy a value, or a dict or list of values or lists; the rest is written as a word."""
+    """Copy a value, or a dict or list to a depth of ``levels``; write anything else as a string."""
     if levels and isinstance(value, dict):
         return {_flattened(name, 0): _flattened(part, levels - 1) for name, part in value.items()}
     if levels and isinstance(value, (list, tuple)):
@@ -147,10 +157,10 @@ def _flattened(value: Any, levels: int = 2) -> Any:
 
 
 def model_arguments(train_args: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return the arguments with which train.py created its model, and the size of its images or None.
+    """Return the arguments with which train.py created its model, and the size of its images.
 
-    Newer train.py creates models of a fixed size for the size of the images, older train.py does
-    not.
+    The size is (height, width), an int, or None. A newer train.py passes it to models of a fixed
+    size, an older one does not.
     """
     input_size = train_args.get("input_size")
     used = {
@@ -164,7 +174,10 @@ def model_arguments(train_args: Mapping[str, Any]) -> tuple[dict[str, Any], Any]
 
 
 def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -> None:
-    """Raise ValueError if a file states an argument that is no plain value for the architecture's constructor."""
+    """Raise ValueError if a file states an argument that the architecture cannot take.
+
+    An argument must be one of the architecture's constructor, and its value a plain one.
+    """
     allowed = architecture_arguments(architecture.partition(".")[0])
     for name, value in stated.items():
         if name not in allowed:
@@ -209,6 +222,7 @@ def _arguments_of_classes(entrypoint_module: str) -> frozenset[str]:
         if not isinstance(known, type) or not (issubclass(known, nn.Module) or is_dataclass(known)):
             continue
         arguments = constructor_arguments(known)
-        if "num_classes" in arguments or is_dataclass(known):  # a model, or the options of one
+        is_model = "num_classes" in arguments
+        if is_model or is_dataclass(known):  # a dataclass holds the options of a model
             names |= arguments
     return frozenset(names)

@@ -1,4 +1,6 @@
-"""Swin-MoE checkpoints (microsoft/Swin-Transformer, Tutel): the files of all processes become one, under timm's names.
+"""Swin-MoE checkpoints (microsoft/Swin-Transformer, Tutel).
+
+The files of all processes become one, under timm's names.
 
 Names in shapes: R processes (ranks), e experts or parts of one in a file, E experts, D width, H
 hidden width, h heads.
@@ -32,8 +34,8 @@ _ROUTER = {
     "temperature": "log_scale",
 }
 _PARTS = ("fc1_w", "fc1_bias", "fc2_w")
-#: Buffers that timm computes, and what the position biases and the number of experts are computed
-#: from.
+#: Buffers that timm computes, and arrays from which the position biases and the number of experts
+#: are computed.
 _COMPUTED = re.compile(
     r"\.(relative_position_index|relative_coords_table|attn_mask|cpb_mlp\.\S+|_num_global_experts)$"
 )
@@ -42,7 +44,9 @@ _COMPUTED = re.compile(
 def import_checkpoint(
     prefix: str | Path, output: str | Path, overwrite: bool = False
 ) -> ImportedModel:
-    """Write a Swin-MoE checkpoint as a safetensors file for ``timm.create_model(..., checkpoint_path=...)``.
+    """Write a Swin-MoE checkpoint as a safetensors file.
+
+    ``timm.create_model(..., checkpoint_path=...)`` loads it.
 
     Args:
         prefix: common beginning of the names of its files: ``.pth.master`` and one ``.pth.rank…``
@@ -84,61 +88,78 @@ def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
     blocks = sorted(
         {(int(match[1]), int(match[2])) for name in rest if (match := _BLOCK.match(name))}
     )
-    depths = tuple(Counter(layer for layer, _ in blocks).values())
-    heads = tuple(
-        len(rest[f"layers.{layer}.blocks.0.attn.cpb_mlp.2.weight"]) for layer in range(len(depths))
-    )
-    embed_dim, in_chans, patch_size = (
-        rest["patch_embed.proj.weight"].shape[dim] for dim in range(3)
-    )
-    size = dict(embed_dim=embed_dim, depths=depths, num_heads=heads)
-    published = dict(
-        size,
-        depths=(2, 2, 18, 2),
-        num_heads=tuple(embed_dim // 32 * 2**stage for stage in range(4)),
-    )
-    known = {96: "small", 128: "base"}.get(embed_dim) if size == published else None
+    size = _size(rest, blocks)
+    known = _published_size(size)
+    in_chans, patch_size = (rest["patch_embed.proj.weight"].shape[dim] for dim in (1, 2))
     window_size = (rest["layers.0.blocks.0.attn.relative_coords_table"].shape[1] + 1) // 2
-    # Of shifted windows; a single one has no mask.
+    # The mask is one of shifted windows; a single window has none.
     windows = len(rest.get("layers.0.blocks.1.attn_mask", [0]))
     kwargs: dict[str, Any] = dict(
         img_size=math.isqrt(windows) * window_size * patch_size, window_size=window_size
     )
+
     gates = {
         blocks.index((int(match[1]), int(match[2]))): num_experts
         for match, num_experts in _gates(rest)
     }
     if gates:
         is_cosine = any(name.endswith("sim_matrix") for name in rest)
-        from ..models.swin_moe import VARIANTS  # which not every timm has the model for
-
         routing = dict(num_experts=max(gates.values()), score="cosine" if is_cosine else "softmax")
-        variants = {
-            name: variant.args
-            for name, variant in VARIANTS.items()
-            if f"_{known or 'small'}_" in name
-        }
-        name = next(
-            (name for name, args in variants.items() if routing.items() <= args.items()),
-            next(iter(variants)),
-        )
+        name, args = _variant(known or "small", routing)
         kwargs = {
-            option: x for option, x in {**kwargs, **routing}.items() if x != variants[name][option]
+            option: value for option, value in (kwargs | routing).items() if value != args[option]
         }
         kwargs["moe_layers"] = ",".join(map(str, sorted(gates)))
     else:
         name = f"swin_{known or 'small'}_patch4_window7_224"
+
     if not known:
         kwargs |= size
     optional = dict(
         patch_size=(patch_size, 4), in_chans=(in_chans, 3), mlp_ratio=(_mlp_ratio(rest), 4)
     )
     kwargs |= {option: value for option, (value, default) in optional.items() if value != default}
-    return name, kwargs | dict(num_classes=len(rest["head.weight"]) if "head.weight" in rest else 0)
+    kwargs["num_classes"] = len(rest["head.weight"]) if "head.weight" in rest else 0
+    return name, kwargs
+
+
+def _size(rest: Tensors, blocks: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return the width, depths and heads of a Swin with these blocks, (stage, block) each."""
+    depths = tuple(Counter(stage for stage, _ in blocks).values())
+    heads = tuple(
+        len(rest[f"layers.{stage}.blocks.0.attn.cpb_mlp.2.weight"]) for stage in range(len(depths))
+    )
+    embed_dim = rest["patch_embed.proj.weight"].shape[0]
+    return dict(embed_dim=embed_dim, depths=depths, num_heads=heads)
+
+
+def _published_size(size: dict[str, Any]) -> str | None:
+    """Return the name of a size in the paper of Swin; None for another size."""
+    embed_dim = size["embed_dim"]
+    heads = tuple(embed_dim // 32 * 2**stage for stage in range(4))
+    is_published = size["depths"] == (2, 2, 18, 2) and size["num_heads"] == heads
+    return {96: "small", 128: "base"}.get(embed_dim) if is_published else None
+
+
+def _variant(size: str, routing: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of a registered model of a size.
+
+    It is the one with this routing, if there is one.
+    """
+    from ..models.swin_moe import VARIANTS  # not every timm has the models that these are made of
+
+    variants = {name: variant.args for name, variant in VARIANTS.items() if f"_{size}_" in name}
+    for name, args in variants.items():
+        if routing.items() <= args.items():
+            return name, args
+    return next(iter(variants.items()))
 
 
 def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
-    """Read what all processes share, and what each has of the experts; a single file is that of one process."""
+    """Read the arrays that all processes share, and the experts of each process.
+
+    A single file is that of one process.
+    """
     base = re.sub(r"\.pth(\.(master|global|rank\d+))?$", "", str(prefix)) + ".pth"
     files = [Path(f"{base}{suffix}") for suffix in (".master", ".global", "")]
     file = next((file for file in files if file.is_file()), None)
@@ -147,20 +168,19 @@ def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
             f"There is no {files[0]}: give the path that the checkpoint's files begin with."
         )
     weights = _weights(file)
-    if file != files[0]:
-        experts = {name: tensor for name, tensor in weights.items() if _EXPERTS in name}
-        return {name: tensor for name, tensor in weights.items() if name not in experts}, [
-            experts
-        ] if experts else []
+    if file == files[0]:
+        return weights, _read_ranks(base, file)
+
+    experts = {name: tensor for name, tensor in weights.items() if _EXPERTS in name}
+    rest = {name: tensor for name, tensor in weights.items() if name not in experts}
+    return rest, [experts] if experts else []
+
+
+def _read_ranks(base: str, file: Path) -> list[Tensors]:
+    """Read the files of all processes, which lie beside the one of what they share."""
     named = re.compile(re.escape(file.stem) + r"\.rank(\d+)")
-    last = max(
-        (
-            int(match[1])
-            for other in file.parent.iterdir()
-            if (match := named.fullmatch(other.name))
-        ),
-        default=0,
-    )
+    matches = (named.fullmatch(other.name) for other in file.parent.iterdir())
+    last = max((int(match[1]) for match in matches if match), default=0)
     ranks: list[Tensors] = []
     for rank in range(last + 1):
         rank_file = Path(f"{base}.rank{rank}")
@@ -171,7 +191,7 @@ def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
         ranks.append(_weights(rank_file))
         if _shapes(ranks[-1]) != _shapes(ranks[0]):
             raise ValueError(f"{rank_file} and {base}.rank0 are of different checkpoints.")
-    return weights, ranks
+    return ranks
 
 
 def _weights(file: Path) -> Tensors:
@@ -206,44 +226,54 @@ def _mlp_ratio(rest: Tensors) -> float:
 
 def _state_dict(rest: Tensors, ranks: Sequence[Tensors]) -> Tensors:
     """Convert a checkpoint to the state dict of a ``swin_moe_*`` model, or of timm's Swin."""
-    state_dict = {}
-    for name, tensor in rest.items():
-        block = match[0] if (match := _BLOCK.match(name)) else ""
-        part = name[len(block) :]
-        if part.startswith("attn.cpb_mlp.0.weight"):
-            state_dict[f"{block}attn.relative_position_bias_table"] = _position_bias(
-                rest, f"{block}attn."
-            )
-        if _COMPUTED.search(name):
-            continue
-        if part == f"{_EXPERTS}fc2_bias":  # frozen, so not a process's own
-            _require_zero(name, tensor)
-        elif gate := _GATE.match(part):
-            own = _ROUTER[part[gate.end() :]]
-            state_dict[f"{block}mlp.router.{own}"] = (
-                tensor.mT if part.endswith("sim_matrix") else tensor
-            )
-        else:
-            moved = re.sub(
-                r"^layers\.(\d+)\.downsample",
-                lambda match: f"layers.{int(match[1]) + 1}.downsample",
-                name,
-            )
-            state_dict[re.sub(r"^head\.", "head.fc.", moved)] = tensor
-        if part == "mlp.fc1.weight" and f"{block}mlp.fc2.bias" not in rest:
-            state_dict[f"{block}mlp.fc2.bias"] = tensor.new_zeros(tensor.shape[1])
     moe_blocks = {match[0]: num_experts for match, num_experts in _gates(rest)}
     placed = {f"{block}{_EXPERTS}{own}" for block in moe_blocks for own in (*_PARTS, "fc2_bias")}
-    for name in sorted({name for rank in ranks for name in rank} - placed):
-        raise ValueError(f"The array {name} has no place in a Swin-MoE.")
+    strange = {name for rank in ranks for name in rank} - placed
+    if strange:
+        raise ValueError(f"The array {min(strange)} has no place in a Swin-MoE.")
+
+    state_dict = _shared_state_dict(rest)
     for block, num_experts in moe_blocks.items():
         experts = _joined(block, ranks, num_experts, _mlp_ratio(rest))
         state_dict |= {f"{block}mlp.{own}": tensor for own, tensor in experts.items()}
     return {name: tensor.contiguous() for name, tensor in state_dict.items()}
 
 
+def _shared_state_dict(rest: Tensors) -> Tensors:
+    """Convert the arrays that all processes share: all but the experts."""
+    state_dict = {}
+    for name, tensor in rest.items():
+        block = match[0] if (match := _BLOCK.match(name)) else ""
+        part = name[len(block) :]
+        if part == "attn.cpb_mlp.0.weight":
+            table = f"{block}attn.relative_position_bias_table"
+            state_dict[table] = _position_bias(rest, f"{block}attn.")
+        if _COMPUTED.search(name):
+            continue
+        if part == f"{_EXPERTS}fc2_bias":  # it is frozen at zero, so all processes share it
+            _require_zero(name, tensor)
+        elif gate := _GATE.match(part):
+            own = f"{block}mlp.router.{_ROUTER[part[gate.end() :]]}"
+            state_dict[own] = tensor.mT if part.endswith("sim_matrix") else tensor
+        else:
+            state_dict[_name_in_timm(name)] = tensor
+        if part == "mlp.fc1.weight" and f"{block}mlp.fc2.bias" not in rest:
+            state_dict[f"{block}mlp.fc2.bias"] = tensor.new_zeros(tensor.shape[1])
+    return state_dict
+
+
+def _name_in_timm(name: str) -> str:
+    """Return timm's name of an array: it downsamples before a stage, and its head has an ``fc``."""
+    if match := re.match(r"layers\.(\d+)(\.downsample.*)", name):
+        return f"layers.{int(match[1]) + 1}{match[2]}"
+    return re.sub(r"^head\.", "head.fc.", name)
+
+
 def _position_bias(rest: Tensors, prefix: str) -> Tensor:
-    """Compute the (positions, h) biases of the relative positions: two linear layers on their coordinates."""
+    """Compute the (positions, h) biases of the relative positions.
+
+    They are two linear layers on the coordinates of the positions.
+    """
     first, bias, second = (
         rest[f"{prefix}cpb_mlp.{name}"] for name in ("0.weight", "0.bias", "2.weight")
     )
@@ -252,11 +282,13 @@ def _position_bias(rest: Tensors, prefix: str) -> Tensor:
 
 
 def _joined(block: str, ranks: Sequence[Tensors], num_experts: int, ratio: float) -> Tensors:
-    """Join the experts of a block; where there are more processes than experts, each has hidden units of one."""
+    """Join the experts of a block.
+
+    Where there are more processes than experts, a process has some hidden units of one expert.
+    """
     parts = {own: [rank[f"{block}{_EXPERTS}{own}"] for rank in ranks] for own in _PARTS}
-    if len(ranks) > 1 and len(
-        torch.stack([part.flatten()[:64] for part in parts["fc1_w"]]).unique(dim=0)
-    ) < len(ranks):
+    beginnings = torch.stack([part.flatten()[:64] for part in parts["fc1_w"]])
+    if len(ranks) > 1 and len(beginnings.unique(dim=0)) < len(ranks):
         raise ValueError(
             f"Two .rank files hold the same experts in {block.rstrip('.')}: one was copied over "
             "another."

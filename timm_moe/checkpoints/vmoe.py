@@ -1,4 +1,6 @@
-"""Official V-MoE and E³ checkpoints (google-research/vmoe, JAX): their arrays under timm's names, and their model.
+"""Official V-MoE and E³ checkpoints (google-research/vmoe, JAX).
+
+Their arrays get timm's names, and their shapes tell the model.
 
 Names in shapes: D width, h heads, d width of a head, E experts, H hidden width.
 """
@@ -33,8 +35,8 @@ def _transposed(kernel: Tensor) -> Tensor:
     return kernel.mT  # (..., in, out) to (..., out, in)
 
 
-#: For each tensor in timm the path in the flax tree, and the function that makes it of the arrays
-#: there. The braces are for query, key and value.
+#: For each tensor in timm the path in the flax tree, and the function that makes the tensor of the
+#: arrays there. Query, key and value take the place of braces.
 _MODEL: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "cls_token": ("cls", _same),
     "pos_embed": ("Encoder/posembed_input/pos_embedding", _same),
@@ -49,7 +51,7 @@ _MODEL: dict[str, tuple[str, Callable[..., Tensor]]] = {
 }
 #: Parts that a model may lack.
 _OPTIONAL = ("pre_logits/", "head/")
-#: The same for each block; in blocks with experts ``Mlp`` lies in ``Moe``.
+#: The same for each block. In blocks with experts ``Mlp`` lies in ``Moe``.
 _PARTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "norm1.weight": ("LayerNorm_0/scale", _same),
     "norm1.bias": ("LayerNorm_0/bias", _same),
@@ -74,17 +76,18 @@ _PARTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
 
 
 class ImportedModel(NamedTuple):
-    """Name, further arguments of ``timm.create_model`` and number of parameters of an imported model."""
+    """Name, arguments and size of an imported model."""
 
     name: str
-    kwargs: dict[str, Any]
-    parameters: int
+    kwargs: dict[str, Any]  #: further arguments of ``timm.create_model``
+    parameters: int  #: their number
 
 
 def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Convert the parameters of a flax ``VisionTransformerMoe`` to the state dict of a ``vmoe_*`` model.
+    """Convert the parameters of a flax model to the state dict of a model of timm.
 
-    Parameters of a flax ``VisionTransformerMoeEnsemble`` become a ``vmoe_pbe_*`` model's.
+    A ``VisionTransformerMoe`` becomes a ``vmoe_*`` model, a ``VisionTransformerMoeEnsemble`` a
+    ``vmoe_pbe_*`` model.
 
     Args:
         params: flat mapping from path (``Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel``) to array
@@ -104,14 +107,16 @@ def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
             "The checkpoint is a plain vision transformer: none of its blocks has experts."
         )
     for path, array in params.items():
-        if not array.numel():  # its sizes cost the file nothing
+        if not array.numel():  # its other sizes could be anything
             raise ValueError(f"The checkpoint's array {path} is empty.")
+
     sources = _sources(params)
     known = {path for paths, _ in sources.values() for path in paths}
-    for path in sorted(known - params.keys()):
-        raise ValueError(f"The checkpoint has no array {path}.")
-    for path in sorted(params.keys() - known):
-        raise ValueError(f"The checkpoint's array {path} has no place in a V-MoE.")
+    if missing := known - params.keys():
+        raise ValueError(f"The checkpoint has no array {min(missing)}.")
+    if strange := params.keys() - known:
+        raise ValueError(f"The checkpoint's array {min(strange)} has no place in a V-MoE.")
+
     state_dict = {}
     for name, (paths, convert) in sources.items():
         try:
@@ -130,11 +135,13 @@ def require_fit(
 ) -> None:
     """Raise ValueError unless tensors have the names, shapes and kinds of a model's."""
     expected = weightless_model(name, **kwargs).state_dict()
-    for key in sorted(expected.keys() ^ state_dict.keys()):
+    if different := expected.keys() ^ state_dict.keys():
+        key = min(different)
         reason = (
             "is missing from the checkpoint" if key in expected else f"has no place in a {family}"
         )
         raise ValueError(f"The array {key} {reason}.")
+
     for key, tensor in expected.items():
         if state_dict[key].shape != tensor.shape:
             found = f"{key} should be {tuple(tensor.shape)}, it is {tuple(state_dict[key].shape)}"
@@ -143,7 +150,7 @@ def require_fit(
 
 
 def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the registered name and the ``timm.create_model`` arguments of the model of flax parameters.
+    """Return the name and arguments of the model of flax parameters for ``timm.create_model``.
 
     K, capacities and losses do not show in the parameters and keep the model's defaults.
 
@@ -156,50 +163,98 @@ def model_from_flax(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     shapes = {
         path.removeprefix("params/"): tuple(np.shape(array)) for path, array in params.items()
     }
-    moe_blocks, depth = sorted(_blocks(shapes, "Moe/")), len(_blocks(shapes))
+    moe_blocks = sorted(_blocks(shapes, "Moe/"))
     try:
-        num_experts, dim, hidden = shapes[
-            f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"
-        ]
-        patch_size, _, in_chans, _ = shapes["embedding/kernel"]
-        (num_heads,) = {
-            shape[1]
-            for path, shape in shapes.items()
-            if path.endswith("SelfAttention/query/kernel")
-        }
-        (router,) = {
-            shape for path, shape in shapes.items() if path.endswith("Moe/Router/dense/kernel")
-        }
-        img_size = math.isqrt(shapes["Encoder/posembed_input/pos_embedding"][1] - 1) * patch_size
-        num_classes = shapes["head/kernel"][1] if "head/kernel" in shapes else 0
+        size = _size_of(shapes, moe_blocks)
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError("The checkpoint's arrays have other shapes than a V-MoE's.") from error
-    size = dict(patch_size=patch_size, embed_dim=dim, depth=depth, num_heads=num_heads)
-    known = vmoe_variants("vmoe", "V-MoE", {}).items()  # all with a hidden width of 4 D
-    fit = (
-        name for name, model in known if size.items() <= {**model.args, **model.own_size}.items()
+
+    vit = dict(
+        patch_size=size.patch_size,
+        embed_dim=size.width,
+        depth=len(_blocks(shapes)),
+        num_heads=size.num_heads,
     )
-    registered = next(fit, None) if hidden == 4 * dim else None
-    name, kwargs = registered or "vmoe_s32", dict[str, Any]()
-    if len(router) == 3:
-        name, kwargs = name.replace("vmoe", "vmoe_pbe"), {"ensemble_size": router[1]}
+    registered = _registered_name(vit) if size.hidden == 4 * size.width else None
+    name = registered or "vmoe_s32"
+    kwargs: dict[str, Any] = {}
+    if size.members is not None:
+        name = name.replace("vmoe", "vmoe_pbe")
+        kwargs["ensemble_size"] = size.members
     if registered is None:
-        kwargs |= {**size, "mlp_ratio": hidden / dim}
-    if img_size != 224:
-        kwargs["img_size"] = img_size
-    if in_chans != 3:
-        kwargs["in_chans"] = in_chans
+        kwargs |= {**vit, "mlp_ratio": size.hidden / size.width}
+    if size.img_size != 224:
+        kwargs["img_size"] = size.img_size
+    if size.in_chans != 3:
+        kwargs["in_chans"] = size.in_chans
     kwargs |= dict(
-        num_classes=num_classes, num_experts=num_experts, moe_layers=",".join(map(str, moe_blocks))
+        num_classes=size.num_classes,
+        num_experts=size.num_experts,
+        moe_layers=",".join(map(str, moe_blocks)),
+        pre_logits="pre_logits/kernel" in shapes,
+        act_layer="gelu_tanh",  # flax's default GELU
     )
-    # flax's default GELU.
-    return name, kwargs | dict(pre_logits="pre_logits/kernel" in shapes, act_layer="gelu_tanh")
+    return name, kwargs
+
+
+class _Size(NamedTuple):
+    """Sizes of a V-MoE."""
+
+    patch_size: int
+    in_chans: int
+    img_size: int
+    width: int
+    hidden: int
+    num_heads: int
+    num_experts: int
+    num_classes: int
+    members: int | None  # of an ensemble
+
+
+def _size_of(shapes: Mapping[str, tuple[int, ...]], moe_blocks: list[int]) -> _Size:
+    """Read the sizes of a V-MoE from the shapes of its arrays.
+
+    Raises:
+        KeyError, IndexError, ValueError: if an array is missing, or has another shape.
+    """
+    num_experts, width, hidden = shapes[
+        f"Encoder/encoderblock_{moe_blocks[0]}/Moe/Mlp/Dense_0/kernel"
+    ]
+    patch_size, _, in_chans, _ = shapes["embedding/kernel"]
+    (num_heads,) = {
+        shape[1] for path, shape in shapes.items() if path.endswith("SelfAttention/query/kernel")
+    }
+    (router,) = {
+        shape for path, shape in shapes.items() if path.endswith("Moe/Router/dense/kernel")
+    }
+    patches = shapes["Encoder/posembed_input/pos_embedding"][1] - 1  # one is the class token's
+    return _Size(
+        patch_size=patch_size,
+        in_chans=in_chans,
+        img_size=math.isqrt(patches) * patch_size,
+        width=width,
+        hidden=hidden,
+        num_heads=num_heads,
+        num_experts=num_experts,
+        num_classes=shapes["head/kernel"][1] if "head/kernel" in shapes else 0,
+        members=router[1] if len(router) == 3 else None,
+    )
+
+
+def _registered_name(size: dict[str, Any]) -> str | None:
+    """Return the name of the registered V-MoE of this size, with a hidden width of 4 D."""
+    for name, model in vmoe_variants("vmoe", "V-MoE", {}).items():
+        if size.items() <= {**model.args, **model.own_size}.items():
+            return name
+    return None
 
 
 def import_checkpoint(
     prefix: str | Path, output: str | Path, overwrite: bool = False
 ) -> ImportedModel:
-    """Write an official checkpoint as a safetensors file for ``timm.create_model(..., checkpoint_path=...)``.
+    """Write an official checkpoint as a safetensors file.
+
+    ``timm.create_model(..., checkpoint_path=...)`` loads it.
 
     Args:
         prefix: common beginning of the names of its ``.index`` and ``.data-…`` files.
@@ -219,7 +274,12 @@ def import_checkpoint(
 
 
 def require_output(output: str | Path, overwrite: bool) -> Path:
-    """Return the place of a file to write; raise OSError or ValueError unless it can be a safetensors file."""
+    """Return the path of a safetensors file to write.
+
+    Raises:
+        OSError: if the file exists already or cannot be written.
+        ValueError: if its name does not end in ``.safetensors``.
+    """
     output = Path(output)
     if output.suffix != ".safetensors":
         raise ValueError(f"The output must be a file that ends in .safetensors, got {output}.")
@@ -260,7 +320,7 @@ def _blocks(paths: Iterable[str], part: str = "") -> set[int]:
 
 
 def _sources(params: Mapping[str, Tensor]) -> dict[str, tuple[list[str], Callable[..., Tensor]]]:
-    """Return, for every tensor of the model by its name in timm, the paths of its arrays and their conversion."""
+    """Return the paths of the arrays of each tensor, and their conversion, by its name in timm."""
     absent = tuple(part for part in _OPTIONAL if not any(path.startswith(part) for path in params))
     sources = {
         name: source
@@ -272,10 +332,10 @@ def _sources(params: Mapping[str, Tensor]) -> dict[str, tuple[list[str], Callabl
         for name, (path, convert) in _PARTS.items():
             path = f"Moe/{path}" if block in moe_blocks and path.startswith("Mlp/") else path
             sources[f"blocks.{block}.{name}"] = (f"Encoder/encoderblock_{block}/{path}", convert)
-        if block in moe_blocks:  # (D, E), or an ensemble's (D, M, E/M), to (E, D)
-            path = f"Encoder/encoderblock_{block}/Moe/Router/dense/kernel"
+        if block in moe_blocks:
             sources[f"blocks.{block}.mlp.router.weight"] = (
-                path,
+                f"Encoder/encoderblock_{block}/Moe/Router/dense/kernel",
+                # (D, E), or an ensemble's (D, M, E/M), to (E, D)
                 lambda kernel: kernel.flatten(1).mT,
             )
     return {

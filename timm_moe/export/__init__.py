@@ -1,4 +1,7 @@
-"""A trained model becomes a checked folder, and the folder goes to the Hugging Face Hub with a model card."""
+"""Export: a trained model becomes a checked folder.
+
+The folder goes to the Hugging Face Hub with a model card.
+"""
 
 from .export import export_dense, export_moe
 from .options import ModelOptions, PushOptions

@@ -28,7 +28,7 @@ class Facts:
     architecture: str
     kind: str  # a sentence that describes the model
     use: str  # Markdown that shows how it is loaded
-    sizes: dict[str, int]  # numbers of parameters
+    sizes: dict[str, int]  # numbers of parameters, by what has them
     tags: list[str]
     task: str | None
     license: str | None
@@ -45,7 +45,10 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         sizes["that a token passes through"] = activated_parameters(model)
     needed = "Plain timm loads it:"
     if is_registered_here(architecture):
-        needed = "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by itself."
+        needed = (
+            "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by "
+            "itself."
+        )
     elif module := registrar(architecture):
         needed = f"Loading it needs the module `{module}`, whose import registers it with timm:"
     return Facts(
@@ -63,7 +66,8 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
 
 def foreign_facts(written: Written, made: Path, options: PushOptions) -> Facts:
     """Describe a dense model that timm did not make, from its export to a folder."""
-    architecture, library = architecture_of(written.model), written.layout.library
+    architecture = architecture_of(written.model)
+    library = written.layout.library
     config = json.loads((made / "config.json").read_text(encoding="utf-8"))
     revision = f', revision="{options.revision}"' if options.revision else ""
     place = {"repo_id": options.repo_id, "revision": revision}
@@ -103,15 +107,16 @@ def _purpose(config: dict[str, Any], classifies: bool) -> str:
     sides = size if isinstance(size, list) else [size, size]
     known = [f"images of {'x'.join(map(str, sides))} pixels"] if size else []
     if classifies:
-        # Two are transformers' default.
-        known.append(f"{len(config.get('id2label', 'ab'))} classes")
+        # transformers omits id2label where it is the default, which has two classes.
+        classes = len(config["id2label"]) if "id2label" in config else 2
+        known.append(f"{classes} classes")
     return f" for {' and '.join(known)}" if known else ""
 
 
 def card(facts: Facts, history: History, options: PushOptions) -> str:
     """Return the text of a model card; what the publisher states replaces the history's."""
     experts = facts.experts or history.experts
-    # By which one network was made of the experts.
+    # The method by which one network was made of the experts.
     method = None if facts.experts else history.method
     is_what_was_measured = (
         experts is None or method is None or (experts.mean and method == "average")
@@ -121,35 +126,10 @@ def card(facts: Facts, history: History, options: PushOptions) -> str:
     images = (
         options.dataset if options.metrics else dataset or "validation images of the training run"
     )
-    title = options.repo_id.split("/")[-1]
-    on_hub = options.dataset or (history.dataset if history.dataset_on_hub else None)
-    if not HUB_NAME.fullmatch(on_hub or ""):
-        on_hub = None
-    results = [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=on_hub or "imagefolder",
-            dataset_name=images or "not stated",
-            metric_type=METRICS.get(name, (name, name))[1],
-            metric_name=METRICS.get(name, (name, name))[0],
-            metric_value=value,
-        )
-        for name, value in metrics.items()
-    ]
-    metadata = ModelCardData(
-        tags=[*facts.tags, "timm_moe", *(["mixture-of-experts"] if facts.experts else [])],
-        pipeline_tag=facts.task,
-        library_name=facts.library,
-        license=facts.license if is_abbreviation(facts.license) else None,
-        base_model=history.base,
-        datasets=[on_hub] if on_hub else None,
-        model_name=title,
-        eval_results=results or None,
-    )
     text = _filled(
         "card.md",
-        metadata=metadata.to_yaml(),
-        title=title,
+        metadata=_metadata(facts, history, options, metrics, images).to_yaml(),
+        title=_title(options),
         model=_model(facts, experts, method, is_what_was_measured),
         use=facts.use,
         training=_training(history, dataset),
@@ -158,6 +138,45 @@ def card(facts: Facts, history: History, options: PushOptions) -> str:
         citation=_citation(facts, experts, method),
     )
     return re.sub(r"## \w+\n\n\n+", "", text).rstrip() + "\n"  # without empty sections
+
+
+def _title(options: PushOptions) -> str:
+    return options.repo_id.split("/")[-1]
+
+
+def _metadata(
+    facts: Facts,
+    history: History,
+    options: PushOptions,
+    metrics: dict[str, float],
+    images: str | None,
+) -> ModelCardData:
+    """Return the head of the card, which the Hub reads."""
+    dataset = options.dataset or (history.dataset if history.dataset_on_hub else None)
+    on_hub = dataset if HUB_NAME.fullmatch(dataset or "") else None
+    results = []
+    for name, value in metrics.items():
+        metric_name, metric_type = METRICS.get(name, (name, name))
+        results.append(
+            EvalResult(
+                task_type="image-classification",
+                dataset_type=on_hub or "imagefolder",
+                dataset_name=images or "not stated",
+                metric_type=metric_type,
+                metric_name=metric_name,
+                metric_value=value,
+            )
+        )
+    return ModelCardData(
+        tags=[*facts.tags, "timm_moe", *(["mixture-of-experts"] if facts.experts else [])],
+        pipeline_tag=facts.task,
+        library_name=facts.library,
+        license=facts.license if is_abbreviation(facts.license) else None,
+        base_model=history.base,
+        datasets=[on_hub] if on_hub else None,
+        model_name=_title(options),
+        eval_results=results or None,
+    )
 
 
 def _model(
@@ -184,7 +203,8 @@ def _of_experts(experts: Experts, method: str | None) -> str:
     if method is None:
         return f"It has {held}."
     name = public(experts.model)
-    return f"It was trained as `{name}` with {held}, of which one network was made (`{public(method)}`)."
+    made = f"of which one network was made (`{public(method)}`)"
+    return f"It was trained as `{name}` with {held}, {made}."
 
 
 def _training(history: History, dataset: str | None) -> str:
@@ -206,7 +226,10 @@ def _training(history: History, dataset: str | None) -> str:
 
 def _results(history: History, metrics: dict[str, float], images: str | None, stated: bool) -> str:
     if not metrics:
-        absent = "None: what was measured in training belongs to the expert model, not to this dense one."
+        absent = (
+            "None: what was measured in training belongs to the expert model, not to this dense "
+            "one."
+        )
         return absent if history.metrics else ""
     where = "Stated by the publisher" if stated else "Measured by train.py after that epoch"
     on = f" on {images}" if images else ""

@@ -60,10 +60,10 @@ def export_dense(
     allow_nonfinite: bool = False,
     **options: Any,
 ) -> Export:
-    """Write the dense form of an expert model for ``timm.create_model("local-dir:DIR", pretrained=True)``.
+    """Write the dense form of an expert model.
 
-    ``AutoModelForImageClassification.from_pretrained("DIR")`` of Hugging Face transformers loads it
-    too.
+    ``timm.create_model("local-dir:DIR", pretrained=True)`` loads it, and so does
+    ``AutoModelForImageClassification.from_pretrained("DIR")`` of Hugging Face transformers.
 
     A model of transformers itself is written by its own ``save_pretrained`` for its own
     ``from_pretrained("DIR")``, without an image processor. Of transformers' wrappers of timm models
@@ -117,9 +117,12 @@ def export_moe(
     allow_nonfinite: bool = False,
     **options: Any,
 ) -> Path:
-    """Write an expert model unchanged for ``timm.create_model("local-dir:DIR", pretrained=True)`` with this package.
+    """Write an expert model with its experts.
 
-    Hugging Face transformers loads it too where this package is installed. The written files are
+    ``timm.create_model("local-dir:DIR", pretrained=True)`` loads it where this package is
+    installed.
+
+    Hugging Face transformers loads it there, too. The written files are
     loaded again before the folder appears under its name: the tensors must equal the model's bit
     for bit, and the outputs on random images must be the same.
 
@@ -146,7 +149,12 @@ def export_moe(
 def check_target(
     output_dir: str | Path, overwrite: bool, source: nn.Module | str | Path | None = None
 ) -> Path:
-    """Return the folder to write to; raise OSError or ValueError if it cannot be used, or the source is there."""
+    """Return the folder to write to.
+
+    Raises:
+        OSError: if the folder cannot be used, or holds something that may not be replaced.
+        ValueError: if the name is no folder's, or the source is in the folder.
+    """
     if str(output_dir).startswith(("hf-hub:", "local-dir:")):
         raise ValueError(f"{output_dir} is a model name, but the output must be a local folder.")
     if not str(output_dir):
@@ -186,7 +194,9 @@ def described(
     method: str | None = None,
     allow_nonfinite: bool = False,
 ) -> Format:
-    """Check the exporter's own model and describe it for export by a method, or with its experts if that is None.
+    """Check the exporter's own model and describe it for export.
+
+    The experts become one network by ``method``; with None they stay experts.
 
     The layout is to be the only one to hold the model, so that it is freed once it is written.
     """
@@ -199,7 +209,7 @@ def described(
         require_finite_weights(model)
     history = history_of(model, method)
     if settings.spec is not None and (settings.spec.kwargs or settings.spec.preprocessing):
-        history = replace(history, metrics={})  # of another function
+        history = replace(history, metrics={})  # they were measured of another function
     return layout_of(model, settings, history, method)
 
 
@@ -299,6 +309,6 @@ def _write(
         model = layout.read(folder)
         difference = compare(expected, model, inputs)
         names = sorted({file.name for file in folder.iterdir()} - {"config.json"})
-        # The adapters of an older model go.
+        # Adapters of the model that was there before are deleted.
         publish(folder, target, [*ADAPTERS, *names, "config.json"])
     return Written(layout, model, difference, exact)

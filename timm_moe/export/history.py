@@ -1,4 +1,7 @@
-"""The origin and training of weights, as far as they are known; recorded in the config.json beside them."""
+"""The origin and training of weights, as far as they are known.
+
+An export records them in the config.json beside the weights.
+"""
 
 import csv
 import hashlib
@@ -87,8 +90,7 @@ class Experts:
     experts: int  # in each layer
     shared: bool  # whether there is a shared expert beside them
     averaged: bool  # whether they were averaged in training
-    # Whether the model in eval mode computes the same as the network made of its experts.
-    mean: bool
+    mean: bool  # whether the mean of the experts computes the same as the model in eval mode
     parameters: int  # of the whole model
 
     @classmethod
@@ -118,7 +120,7 @@ class History:
     ema: bool = False  # whether these are the EMA weights
     metrics: dict[str, int | float] = field(default_factory=dict)  # from train.py's summary.csv
     base: str | None = None  # name on the Hub of the pretrained weights that training began from
-    # Other weights that training began from: a file, or the folder of a gathered student.
+    # Other weights that training began from: a file, or the folder of a gathered student
     start: str | None = None
     dataset: str | None = None  # name of the data set for train.py, unless it is a folder of images
     dataset_on_hub: bool = False  # whether that is a name on the Hub
@@ -132,7 +134,10 @@ class History:
 
 
 def find_history(source: nn.Module | str | Path, model: nn.Module) -> History:
-    """Find the history of a source and the model that was loaded from it; of a model in memory nothing is known."""
+    """Find the history of a source and the model that was loaded from it.
+
+    Of a model in memory nothing is known.
+    """
     return History() if isinstance(source, nn.Module) else history_of(model)
 
 
@@ -164,7 +169,11 @@ def _history_of(origin: Origin | None, pretrained: str | None) -> History:
 
 
 def recorded_history(origin: Origin) -> History | None:
-    """Return the history in a folder's config.json, if it is that of the weights there; ValueError if it is damaged."""
+    """Return the history in a folder's config.json; None if it is that of other weights.
+
+    Raises:
+        ValueError: if the entry is damaged.
+    """
     if origin.recorded is None or origin.folder is None:
         return None
     try:
@@ -173,7 +182,7 @@ def recorded_history(origin: Origin) -> History | None:
             return None
         if record.get("experts") is not None:
             experts = dict(record["experts"])
-            # Stated by earlier exports, but never true of a model of this package.
+            # Earlier exports stated it. It is never true of a model of this package.
             experts.pop("fused", None)
             record["experts"] = _checked(Experts, experts)
         return _checked_history(_checked(History, record))
@@ -185,7 +194,12 @@ def recorded_history(origin: Origin) -> History | None:
 
 
 def _checked(kind: type, record: dict[str, Any]) -> Any:
-    """Make a record of what a file states; ValueError or KeyError unless each value has the type of its field."""
+    """Make a record of what a file states.
+
+    Raises:
+        KeyError: if a value has no field.
+        ValueError: if a value does not have the type of its field.
+    """
     types = get_type_hints(kind)
     for name, value in record.items():
         if not _fits(value, types[name]):
@@ -194,7 +208,7 @@ def _checked(kind: type, record: dict[str, Any]) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is dict:  # whose names are texts in JSON
+    if get_origin(kind) is dict:  # its names are texts in JSON, so only the values are checked
         return isinstance(value, dict) and all(
             isinstance(part, get_args(kind)[1]) for part in value.values()
         )
@@ -209,8 +223,8 @@ def _checked_history(history: History) -> History:
     for name in history.options:
         if not re.fullmatch(r"(model option )?\w+", name):
             raise ValueError(f"{shown(name)} is no option of train.py")
-    for name in history.metrics.keys() - METRICS.keys():
-        raise ValueError(f"{shown(name)} is no metric of train.py")
+    if strange := history.metrics.keys() - METRICS.keys():
+        raise ValueError(f"{shown(min(strange))} is no metric of train.py")
     return history
 
 
@@ -233,7 +247,6 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
         pretrained: name on the Hub of the weights that timm has for the model.
     """
     args = origin.train_args
-    epoch = origin.epoch if type(origin.epoch) is int and is_single(origin.epoch) else None
     replaced = _stated_start(args)
     is_pretrained = (
         bool(args.get("pretrained")) and not replaced and HUB_NAME.fullmatch(pretrained or "")
@@ -241,29 +254,15 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
     folder = args["model"] if str(args["model"]).startswith(SOURCE_PREFIXES) else None
     start = None if is_pretrained else replaced or folder
     reader, dataset = _named_dataset(args)
+
+    epoch = origin.epoch if type(origin.epoch) is int and is_single(origin.epoch) else None
     measured = args.get("eval_metric") or ("map" if args.get("task") == "multilabel" else "top1")
+    # train.py measures the EMA weights, where it has any.
     measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
     metrics = _summary(Path(origin.place).parent / "summary.csv", measured, epoch, origin.metric)
-    options = {
-        "model": args["model"],
-        **{
-            f"model option {public(name)}": value
-            for name, value in (args.get("model_kwargs") or {}).items()
-        },
-        "dataset": dataset,
-        **{name: args.get(name) for name in _TRAINING_OPTIONS},
-        **{
-            name: args.get(name)
-            for main, names in _DEPENDENT_OPTIONS.items()
-            if args.get(main)
-            for name in names
-        },
-    }
     return History(
         file=public(origin.place),
-        options={
-            name: public(value) for name, value in options.items() if value not in (None, False, "")
-        },
+        options=_options(args, dataset),
         epoch=epoch,
         ema=origin.ema,
         metrics=metrics if measured_ema == origin.ema else {},
@@ -274,17 +273,33 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
     )
 
 
+def _options(args: dict[str, Any], dataset: str | None) -> dict[str, str]:
+    """Return the options of train.py that are set, as they may be published."""
+    model_options = (args.get("model_kwargs") or {}).items()
+    dependent = [
+        name for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names
+    ]
+    options = {
+        "model": args["model"],
+        **{f"model option {public(name)}": value for name, value in model_options},
+        "dataset": dataset,
+        **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
+    }
+    return {
+        name: public(value) for name, value in options.items() if value not in (None, False, "")
+    }
+
+
 def _stated_start(args: dict[str, Any]) -> Any:
-    """Return the weights that train.py was told to begin with in place of timm's; None if there are none."""
+    """Return the weights with which train.py was told to begin, in place of timm's.
+
+    None is returned if there are none.
+    """
+    starts = [args.get("initial_checkpoint"), args.get("pretrained_path")]
     overlay = args.get("pretrained_cfg_overlay")
-    others = (
-        [overlay.get(name) for name in ("file", "url", "hf_hub_id")]
-        if isinstance(overlay, dict)
-        else []
-    )
-    return next(
-        filter(None, (args.get("initial_checkpoint"), args.get("pretrained_path"), *others)), None
-    )
+    if isinstance(overlay, dict):
+        starts += [overlay.get(name) for name in ("file", "url", "hf_hub_id")]
+    return next(filter(None, starts), None)
 
 
 def _named_dataset(args: dict[str, Any]) -> tuple[str, str | None]:
@@ -295,33 +310,35 @@ def _named_dataset(args: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _summary(file: Path, measured: Any, epoch: int | None, metric: Any) -> dict[str, int | float]:
-    """Read the metrics in the row of summary.csv that was written with a checkpoint, if there is one."""
+    """Read the metrics that were written with a checkpoint in summary.csv.
+
+    They are empty if the file, or the row of the checkpoint, is missing.
+    """
     if not file.exists():
         return {}
     require_file(file, file.parent)
     found: dict[str, int | float] = {}
     try:
         columns, *rows = csv.reader(read_text(file).splitlines())
-        place = {name: columns.index(name) for name in ("epoch", f"eval_{measured}")}
-        shown_in = {
+        at_epoch, at_metric = columns.index("epoch"), columns.index(f"eval_{measured}")
+        places = {
             name: columns.index(f"eval_{name}") for name in METRICS if f"eval_{name}" in columns
         }
         for row in filter(None, rows):
-            if row[place["epoch"]] == str(epoch) and float(row[place[f"eval_{measured}"]]) == float(
-                metric
-            ):
+            if row[at_epoch] == str(epoch) and float(row[at_metric]) == float(metric):
                 found = {
-                    name: float(row[at])
-                    for name, at in shown_in.items()
-                    if at < len(row) and row[at]
+                    name: float(row[at]) for name, at in places.items() if at < len(row) and row[at]
                 }
-    except (csv.Error, IndexError, TypeError, ValueError):  # of another run, or damaged
+    except (csv.Error, IndexError, TypeError, ValueError):  # another run's file, or a damaged one
         return {}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def public(value: Any) -> str:
-    """Write a value as code on one line of Markdown; of a path or an address only the last part appears."""
+    """Write a value as code on one line of Markdown.
+
+    Of a path or an address only the last part appears.
+    """
     if isinstance(value, dict):
         return ", ".join(f"{public(name)}={public(part)}" for name, part in value.items())
     if isinstance(value, (list, tuple)):
@@ -333,7 +350,10 @@ def public(value: Any) -> str:
 
 
 def _last_part(text: str) -> str:
-    """Return the last part of a path, or of an address without its query and its user; other texts are as they are."""
+    """Return the last part of a path or an address; other texts are as they are.
+
+    Query and user of an address are left out.
+    """
     name = text.removeprefix("hf-hub:")
     if name != text and HUB_NAME.fullmatch(name.partition("@")[0]):
         return text

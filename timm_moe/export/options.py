@@ -43,7 +43,9 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(ModelOptions):
-    """A repository on the Hub, how to commit to it, and statements for the model card; its ``license`` goes there too.
+    """Where and how to push, and what the model card should say.
+
+    ``license`` goes to the card, too.
 
     Attributes:
         repo_id: ``user/name``.

@@ -20,7 +20,9 @@ TOLERANCE = 1e-4
 
 
 def inputs_for(layout: Format, example_inputs: Any) -> Any:
-    """Return the caller's example inputs, or two images that are always the same, in the model's type on its device.
+    """Return the caller's example inputs, or two random images.
+
+    They are in the model's type and on its device. The images are always the same.
 
     None is returned, with a warning, if a model that is neither of timm nor of transformers does
     not say what it takes.
@@ -53,7 +55,11 @@ def inputs_for(layout: Format, example_inputs: Any) -> Any:
 
 
 def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
-    """Run a model before its export; raise ValueError if it does not run or an output is NaN or Inf."""
+    """Run a model before its export.
+
+    Raises:
+        ValueError: if the model does not run, or an output is NaN or Inf.
+    """
     if inputs is None:
         return None
     try:
@@ -82,17 +88,17 @@ def outputs(model: nn.Module, inputs: Any) -> Any:
         for tensor in model.parameters()
     ):
         dtype = first.dtype if first.is_floating_point() else None
-        # The weights may be the caller's.
+        # The model is copied, as its weights may be the caller's.
         model = copy.deepcopy(model).to(device=first.device, dtype=dtype)
     model.eval()
     devices = [first.device] if first.is_cuda else []
-    # Some routers draw noise in eval mode too, and some models a mask.
+    # Some routers draw noise in eval mode, too, and some models draw a mask.
     with torch.random.fork_rng(devices):
         for generator in (
             torch.default_generator,
             *(torch.cuda.default_generators[at.index] for at in devices),
         ):
-            # torch.manual_seed would seed devices whose state is not put back.
+            # torch.manual_seed would also seed devices whose state is not put back.
             generator.manual_seed(0)
         if isinstance(inputs, Mapping):
             return model(**inputs)
@@ -100,7 +106,11 @@ def outputs(model: nn.Module, inputs: Any) -> Any:
 
 
 def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
-    """Return the largest difference of outputs, None without any; ValueError if it is larger than the tolerance."""
+    """Return the largest difference of outputs; None if there are no inputs.
+
+    Raises:
+        ValueError: if it is larger than :data:`TOLERANCE` allows.
+    """
     if inputs is None:
         return None
     pairs = _tensors(expected), _tensors(outputs(loaded, inputs))
@@ -130,11 +140,8 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         value = vars(value)
-    parts = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, (tuple, list))
-        else ()
-    )
-    return [tensor for part in parts for tensor in _tensors(part)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]

@@ -89,7 +89,9 @@ def push_dense(
     svd_ratio: float | None = None,
     **options: Any,
 ) -> Push:
-    """Publish the dense form of an expert model for ``timm.create_model("hf-hub:user/name", pretrained=True)``.
+    """Publish the dense form of an expert model.
+
+    ``timm.create_model("hf-hub:user/name", pretrained=True)`` loads it.
 
     Weights, config.json and a model card go up in one commit, after :func:`timm_moe.export_dense`
     has checked the model. Before that, only the login is asked for. Models that timm did not make
@@ -165,11 +167,13 @@ def push_moe(
 
 
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
-    """Publish the folder of a model unchanged, dense or with experts, with its own README.md if it has one.
+    """Publish the folder of a model unchanged, dense or with experts.
 
-    Only config.json may change: it gets the licence and class names that are given here,
-    ``num_classes`` leaves its ``model_args`` if it is there, since transformers rejects the
-    duplicate, and so does an ``auto_map``, by which transformers would find code elsewhere.
+    If it has a README.md, that is the model card.
+
+    Only config.json may change. It gets the licence and class names that are given here. A
+    ``num_classes`` in its ``model_args`` is moved out of them, since transformers rejects the
+    duplicate. An ``auto_map`` is removed, by which transformers would find code elsewhere.
 
     Args:
         folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.
@@ -187,7 +191,10 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
 
 @contextmanager
 def client_output() -> Iterator[None]:
-    """Let the Hub's client log each line once, and show progress bars on a terminal only, for the time of the block."""
+    """Let the Hub's client log each line once, for the time of the block.
+
+    It shows progress bars on a terminal only.
+    """
     logger = logging.getLogger("huggingface_hub")
     hide = not are_progress_bars_disabled() and not sys.stderr.isatty()
     propagate, logger.propagate = logger.propagate, False  # it has a handler of its own
@@ -215,7 +222,8 @@ def _require_own_files(folder: Path) -> None:
 def _own_copy(folder: Path, settings: PushOptions) -> Iterator[Path]:
     """Copy a folder's files, so that what is checked is what is uploaded.
 
-    ValueError is raised if an option is given that only a file can follow.
+    Raises:
+        ValueError: if an option is given that only a file can follow.
     """
     _require_own_files(folder)
     if settings.use_ema or settings.spec not in (None, ModelSpec()):
@@ -226,7 +234,7 @@ def _own_copy(folder: Path, settings: PushOptions) -> Iterator[Path]:
     if not (folder / "model.safetensors").exists():
         raise FileNotFoundError(f"The folder {folder} has no model.safetensors.")
     with tempfile.TemporaryDirectory() as temporary:
-        # The card has its name.
+        # The copy has the name of the folder, which the model card states.
         copy = Path(temporary, os.path.basename(os.path.abspath(folder)) or "model")
         copy.mkdir()
         for file in folder.iterdir():
@@ -243,7 +251,11 @@ def _own_copy(folder: Path, settings: PushOptions) -> Iterator[Path]:
 
 
 def _loaded(copy: Path, folder: Path) -> nn.Module:
-    """Load the model of a folder's copy; raise ValueError, which names the folder, unless it is whole and finite."""
+    """Load the model of a folder's copy.
+
+    Raises:
+        ValueError: unless the model is whole and finite; it names the folder, not the copy.
+    """
     try:
         model = load_source(copy)
         require_finite_weights(model)
@@ -261,10 +273,10 @@ def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfAp
     text = file.read_text(encoding="utf-8")
     config = {**json.loads(text), **(stated_labels(model, settings) if has_labels else {})}
     drop_second_num_classes(config)
-    config.pop("auto_map", None)  # it leads transformers to code
+    config.pop("auto_map", None)  # it would lead transformers to code
     history = recorded_history(model.origin)  # type: ignore[arg-type]
     if history is None:
-        config.pop(ENTRY, None)  # of other weights
+        config.pop(ENTRY, None)  # it is the history of other weights
     if settings.license is not None:
         config.get("pretrained_cfg", config)["license"] = settings.license
     if config != json.loads(text):
@@ -344,12 +356,16 @@ def _log_in(settings: PushOptions) -> HfApi | None:
 def _commit(
     api: HfApi, files: dict[str, Path | bytes], settings: PushOptions
 ) -> tuple[str | None, str | None]:
-    """Make one commit; return its URL, None where the files are there already, and the revision to load."""
+    """Make one commit.
+
+    Returns:
+        The commit's URL, or None where the files are there already; and the revision to load.
+    """
     repo_id, revision = settings.repo_id, settings.revision
     try:
         is_private = api.model_info(repo_id, timeout=PATIENCE).private
     except RepositoryNotFoundError:
-        # Else as the organisation has it.
+        # None leaves the choice to the organisation's default.
         api.create_repo(repo_id, private=settings.private or None)
     else:
         if settings.private and not is_private:
@@ -364,7 +380,7 @@ def _commit(
         _logger.info(
             "Deleting %s, which transformers would apply to the new model ...", " and ".join(stale)
         )
-    # upload_folder may spread its files over several commits
+    # create_commit makes exactly one commit; upload_folder may make several.
     commit = api.create_commit(
         repo_id,
         [
@@ -384,14 +400,17 @@ def _commit(
 
 @contextmanager
 def _asking_the_hub(settings: PushOptions | None = None) -> Iterator[None]:
-    """Limit how long the Hub may keep its client waiting, by default for ever, and write each error as a sentence."""
+    """Limit how long the Hub may keep its client waiting, and explain its errors.
+
+    Without a limit the client waits for ever. Each error becomes one sentence.
+    """
     client: Any = get_session()
     before, client.timeout = getattr(client, "timeout", None), PATIENCE
     begin = time.monotonic()
     try:
         yield
     except Exception as error:
-        # Of the upload of a file.
+        # The upload of a file wraps its error in a RuntimeError.
         cause = error.__cause__ if isinstance(error, RuntimeError) else None
         cause = cause if isinstance(cause, Exception) else error
         explained = _explained(cause, settings, time.monotonic() - begin)
@@ -403,31 +422,41 @@ def _asking_the_hub(settings: PushOptions | None = None) -> Iterator[None]:
 
 
 def _explained(error: Exception, settings: PushOptions | None, waited: float) -> Exception | None:
-    if not isinstance(error, HfHubHTTPError):
-        hub = f"The Hub at {HfApi().endpoint}"
-        if isinstance(error, HTTPError) and "Timeout" in type(error).__name__:
-            return ConnectionError(
-                f"{hub} does not answer: it was given {PATIENCE} seconds for each request, and "
-                f"{waited:.0f} in all. A push is made whole or not at all, so try again later."
-            )
-        # The first is any of the connection, of any library; the second is of hf_xet.
-        if isinstance(error, (HTTPError, ConnectionError, json.JSONDecodeError)):
-            return ConnectionError(
-                f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made "
-                "whole or not at all, so try again once the network is there."
-            )
-        # Of the client, on an answer of another form.
-        if isinstance(error, (AttributeError, LookupError, TypeError)):
-            return ConnectionError(
-                f"{hub} gave an answer that its client cannot read ({describe(error)})."
-            )
-        return (
-            ValueError(f"The Hub did not take it: {describe(error)}")
-            if isinstance(error, ValueError)
-            else None
+    """Return the error to raise in place of one of the Hub's client; None to leave it as it is.
+
+    Args:
+        error: that the client raised.
+        settings: of the push; None before there is a repository.
+        waited: seconds since the client was asked.
+    """
+    if isinstance(error, HfHubHTTPError):
+        return _explained_answer(error, "this" if settings is None else settings.repo_id)
+
+    hub = f"The Hub at {HfApi().endpoint}"
+    if isinstance(error, HTTPError) and "Timeout" in type(error).__name__:
+        return ConnectionError(
+            f"{hub} does not answer: it was given {PATIENCE} seconds for each request, and "
+            f"{waited:.0f} in all. A push is made whole or not at all, so try again later."
         )
+    # HTTPError is the client's own. The others come from other libraries, such as hf_xet.
+    if isinstance(error, (HTTPError, ConnectionError, json.JSONDecodeError)):
+        return ConnectionError(
+            f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made "
+            "whole or not at all, so try again once the network is there."
+        )
+    # The client raises these on an answer of another form than it expects.
+    if isinstance(error, (AttributeError, LookupError, TypeError)):
+        return ConnectionError(
+            f"{hub} gave an answer that its client cannot read ({describe(error)})."
+        )
+    if isinstance(error, ValueError):
+        return ValueError(f"The Hub did not take it: {describe(error)}")
+    return None
+
+
+def _explained_answer(error: HfHubHTTPError, where: str) -> Exception:
+    """Return the error to raise for an answer of the Hub about a repository."""
     status = error.response.status_code
-    where = "this" if settings is None else settings.repo_id
     says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")
     if status == 401:
         return PermissionError(

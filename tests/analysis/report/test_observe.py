@@ -1,4 +1,7 @@
-"""The observation of a model against its routers' weights applied by hand, and the sentences on it."""
+"""The observation of a model, and the sentences on it.
+
+It is compared with the routers' weights applied by hand.
+"""
 
 import numpy as np
 import pytest

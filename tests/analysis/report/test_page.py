@@ -110,8 +110,12 @@ def test_the_command(splits, tmp_path, capsys, monkeypatch):
 STICKING_OUT = """
 const out = (inner, part) => inner.right > part.right + 1 || inner.left < part.left - 1;
 return [...document.querySelectorAll(".part *")]
-  .filter((inner) => !inner.ownerSVGElement && !inner.parentElement.closest(".scroll") && inner.offsetParent !== null)
-  .filter((inner) => out(inner.getBoundingClientRect(), inner.closest(".part").getBoundingClientRect()))
+  .filter((inner) => !inner.ownerSVGElement && !inner.parentElement.closest(".scroll"))
+  .filter((inner) => inner.offsetParent !== null)
+  .filter((inner) => {
+    const part = inner.closest(".part");
+    return out(inner.getBoundingClientRect(), part.getBoundingClientRect());
+  })
   .map((inner) => inner.outerHTML.slice(0, 150));
 """
 

@@ -1,4 +1,7 @@
-"""The tokens of Soft MoE's slots and of Expert Choice's experts, against the routers' weights applied by hand."""
+"""The tokens of Soft MoE's slots and of Expert Choice's experts.
+
+They are compared with the routers' weights applied by hand.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""Images with masks, and which classes of patches go to which experts, against the routers' weights applied by hand."""
+"""Images with masks, and which classes of patches go to which experts.
+
+The experts are compared with the routers' weights applied by hand.
+"""
 
 import csv
 import json
@@ -32,7 +35,10 @@ def write(file, pixels):
 
 @pytest.fixture
 def masked(tmp_path):
-    """Images of 48 x 40 pixels whose brightness is that of their labels; of each, one corner has no class."""
+    """Write images of 48 x 40 pixels whose brightness is that of their labels.
+
+    One corner of each has no class.
+    """
     random = np.random.default_rng(0)
     for name in ("a", "b", "c", "city/d"):
         labels = random.integers(0, 3, (5, 6)).repeat(8, 0).repeat(8, 1)

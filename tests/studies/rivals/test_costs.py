@@ -1,4 +1,7 @@
-"""Costs of training pBE's rivals, which its table 9 prints, from the real modules on the meta device."""
+"""Costs of training pBE's rivals, which its table 9 prints.
+
+They are measured on the real modules on the meta device.
+"""
 
 import sys
 from importlib import import_module

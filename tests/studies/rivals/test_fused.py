@@ -1,4 +1,7 @@
-"""Fused experts: one network with learned weights, which is what is trained, evaluated and exported."""
+"""Fused experts: one network with learned weights.
+
+It is what is trained, evaluated and exported.
+"""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""Ensembles inside one model in narrow types and with masks for each image: pBE, batch ensembles, MIMO, MC dropout."""
+"""Ensembles inside one model, in narrow types and with masks for each image.
+
+They are pBE, batch ensembles, MIMO and MC dropout.
+"""
 
 from functools import partial
 

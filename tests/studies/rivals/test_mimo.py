@@ -1,4 +1,8 @@
-"""MIMO: mixed batches against a slow reference, weights of ordinary models, and models on timm's own roads."""
+"""MIMO.
+
+Mixed batches are compared with a slow reference. Weights are those of ordinary models, and models
+run in all ways that timm's scripts take.
+"""
 
 import pytest
 import timm
@@ -89,7 +93,10 @@ def test_the_loss_is_that_of_a_loop_over_rows_and_members(name, target, images):
 
 @pytest.mark.parametrize("members", [1, 3])
 def test_an_ordinary_checkpoint_is_repeated(members, dense_vit, images):
-    """A member then sees the mean of the images, and its logits are the dense model's but for the division of both."""
+    """A member then sees the mean of the images.
+
+    Its logits are the dense model's, but for the division of both.
+    """
     model = mimo(ensemble_size=members).eval()
     model.load_state_dict(dense_vit.state_dict())
     features = dense_vit.forward_head(dense_vit.forward_features(images), pre_logits=True)

@@ -1,4 +1,7 @@
-"""Models of rivals in timm's own train.py and validate.py, and in the commands, run by studies.script."""
+"""Models of rivals in timm's own train.py and validate.py, and in the commands.
+
+studies.script runs these.
+"""
 
 import json
 import sys

@@ -60,20 +60,22 @@ def write_report(
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
         OSError: if the page cannot be written.
     """
-    inference, classes = inference or Inference(), len(class_names(images))
-    # First, as a file may be damaged.
+    inference = inference or Inference()
+    classes = len(class_names(images))
+    # A file may be damaged, so the files are read before the models run.
     runs = [run_section(_run_folder(source), classes) for source in sources]
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
     names = _short_names([describe_source(source) for source in sources])
     architectures = [
         get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models
     ]
-    described = [  # before the images are run on, as a file may be damaged here too
+    described = [
         model_section(
             model, measure(copy.deepcopy(model).to("meta"), name), find_history(source, model)
         )
         for source, name, model in zip(sources, architectures, models, strict=True)
     ]
+
     sections: list[dict[str, Section]] = [{}, {}, {}, {}]
     observations = {}
     for name, model, about, run in zip(names, models, described, runs, strict=True):
@@ -84,6 +86,7 @@ def write_report(
         for of_kind, section in zip(sections, of_model, strict=True):
             if section is not None:
                 of_kind[name if len(names) > 1 else ""] = section  # a single model needs no name
+
     folder = "/".join(Path(images.reader.root).parts[-2:])
     text = page(
         f"What the experts do: {', '.join(dict.fromkeys(architectures))}",
@@ -92,20 +95,20 @@ def write_report(
     )
     file = Path(output_dir) / FILE
     with written_whole(file) as partial:
-        # Names of files may be no text.
+        # The name of a file may hold bytes that are no text.
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     return file
 
 
 def _run_folder(source: Source) -> Path | None:
-    """train.py's folder, if a source is a file in it."""
-    return (
-        None if isinstance(source, nn.Module) or not Path(source).is_file() else Path(source).parent
-    )
+    """Return train.py's folder if a source is a file in it."""
+    if isinstance(source, nn.Module) or not Path(source).is_file():
+        return None
+    return Path(source).parent
 
 
 def _short_names(names: Sequence[str]) -> list[str]:
-    """Different names: the last part of each path, or more parts where these are equal."""
+    """Return different names: the last part of each path, or more parts where these are equal."""
     for parts in range(1, 9):
         short = ["/".join(Path(name).parts[-parts:]) for name in names]
         if len(set(short)) == len(short):

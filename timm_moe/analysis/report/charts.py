@@ -8,16 +8,20 @@ import altair as alt
 
 from ..colours import COLOURS
 
-#: Ratio of the largest to the smallest value above which an axis is logarithmic, and steps of an
-#: axis of epochs.
-WIDE, TICKS = 100, 8
+#: Ratio of the largest to the smallest value above which an axis is logarithmic.
+LOGARITHMIC_FROM = 100
+#: Most steps of an axis of epochs.
+TICKS = 8
 Rows = Sequence[Mapping[str, Any]]
 
 
 def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.Chart:
-    """Draw the ``value`` of each series over the epochs; positive values of very different sizes have a log axis."""
+    """Draw the ``value`` of each series over the epochs.
+
+    Positive values of very different sizes have a logarithmic axis.
+    """
     values = [row["value"] for row in rows]
-    logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
+    logarithmic = min(values) > 0 and max(values) > LOGARITHMIC_FROM * min(values)
     axis = alt.Axis(format="%" if percent else "~g" if logarithmic else "~f")
     scale = alt.Scale(type="log" if logarithmic else "linear")
     legend = alt.Legend() if len({row[series] for row in rows}) > 1 else None
@@ -37,7 +41,7 @@ def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.C
 
 
 def loads(rows: Rows, even: float | None) -> Any:
-    """Draw a bar for the ``share`` of each ``expert``, and a dashed line across at an even share."""
+    """Draw a bar for the ``share`` of each ``expert``, and a dashed line at an even share."""
     bars = alt.Chart().mark_bar(color=COLOURS[0])
     bars = bars.encode(
         x=alt.X("expert:O", title="expert", axis=alt.Axis(labelAngle=0)),
@@ -57,7 +61,10 @@ def loads(rows: Rows, even: float | None) -> Any:
 def heatmap(
     rows: Rows, x_title: str, value_title: str, highest: float, percent: bool = False
 ) -> alt.Chart:
-    """Draw a cell for each pair of an ``expert`` and an ``other``; a larger ``value`` is darker, up to the highest."""
+    """Draw a cell for each pair of an ``expert`` and an ``other``.
+
+    A larger ``value`` is darker, up to the highest.
+    """
     colours = alt.Scale(scheme="cividis", reverse=True, domain=[0, highest], clamp=True)
     legend = alt.Legend(format="%" if percent else ".2")
     marks = _chart(rows, height=300).mark_rect()
@@ -85,7 +92,10 @@ def histogram(rows: Rows, series: str, x_title: str, y_title: str) -> alt.Chart:
 
 
 def reliability(rows: Rows) -> Any:
-    """Draw accuracy against confidence in bins, beside the diagonal of a perfectly calibrated classifier."""
+    """Draw accuracy against confidence in bins.
+
+    Beside it is the diagonal of a perfectly calibrated classifier.
+    """
     ends = _chart([{"confidence": end, "accuracy": end} for end in (0, 1)])
     diagonal = ends.mark_line(color=COLOURS[6], strokeDash=[4, 4]).encode(
         x="confidence:Q", y="accuracy:Q"
@@ -103,7 +113,10 @@ def reliability(rows: Rows) -> Any:
 
 
 def chosen(chart: Any, field: str, label: str) -> Any:
-    """Let the reader choose from a list one value of a field, which the chart shows; at first the last one."""
+    """Let the reader choose the value of a field that the chart shows.
+
+    The values are in a drop-down list. At first the last one is chosen.
+    """
     options = list(dict.fromkeys(row[field] for row in chart.data.values))
     if len(options) < 2:
         return chart

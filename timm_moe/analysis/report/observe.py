@@ -1,4 +1,6 @@
-"""One pass of a classifier over a folder of images: its predictions and the decisions of its routers.
+"""One pass of a classifier over a folder of images.
+
+It gathers the predictions and the decisions of the routers.
 
 Shape suffixes: I images, B images of a batch, S images that are shown, N rows of an image in a
 layer, P patches, E experts, M members of an ensemble inside one model (1 without).
@@ -22,9 +24,10 @@ from ..routes.mixtures import Mixture, add_calls, mixing_layers
 from ..routes.statistics import RouterCall, RouterWatcher, Routes, patch_grid
 from ..rows import Rows
 
-#: Images that are shown with their patches; patches that are shown of each expert, at most one of
-#: an image.
-SHOWN, SUREST = 12, 8
+#: Images that are shown with their patches.
+SHOWN = 12
+#: Patches that are shown of each expert, at most one of an image.
+SUREST = 8
 #: Bins of the histogram of entropies, from 0 to 1.
 ENTROPY_BINS = 20
 
@@ -43,7 +46,7 @@ class LayerObservation:
     """The decisions of a router in one call of a forward in evaluation, gathered batch by batch."""
 
     by_image: bool  #: all rows of an image go together
-    # : rows and columns of the patches; None if the rows are not patches.
+    #: rows and columns of the patches; None if the rows are not patches
     grid: tuple[int, int] | None
     surest: list[list[Patch]]  #: patches with the largest gates of each expert
     dropped: int = 0  #: number of choices that found no place
@@ -53,9 +56,12 @@ class LayerObservation:
     #: first choice of each patch of the images that are shown, E for one that was dropped
     expert_SMP: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))
     gate_SMP: Tensor = field(default_factory=partial(torch.empty, 0))  #: its probability
-    # : rows by their first choices here and in the next layer; None for the last one.
+    #: rows by their first choices here and in the next layer; None for the last one
     next_EE: Tensor | None = None
-    routes: Routes = None  # type: ignore[assignment]  #: the choices before capacities, after the last batch
+    #: first choice of each row of the last batch, (T,)
+    first_T: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))
+    #: the choices before capacities; they are there after the last batch
+    routes: Routes = None  # type: ignore[assignment]
 
     @property
     def name(self) -> str:
@@ -66,47 +72,52 @@ class LayerObservation:
         self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]
     ) -> None:
         """Take in a batch and the indices of its images that are shown."""
-        kept_TK, first_T = call.kept_TK, call.chosen_TK[:, 0]
-        copies, gate = call.layer.router.copies(), torch.ones(len(kept_TK))
+        self.first_T = call.chosen_TK[:, 0]
+        images, copies = len(pixels_B), call.layer.router.copies()
+        gate_BMP = self._patches(self._gates(call), images, copies).float()
+        self._count_dropped(call)
+        if shown:
+            kept_BMP = self._patches(call.kept_TK[:, 0], images, copies)
+            self.expert_SMP = torch.cat([self.expert_SMP, kept_BMP[shown]])
+            self.gate_SMP = torch.cat([self.gate_SMP, gate_BMP[shown]])
+        if self.grid is not None:
+            expert_BMP = self._patches(self.first_T, images, copies)
+            self._add_surest(expert_BMP, gate_BMP, pixels_B, labels_B)
+
+    def _patches(self, of_rows: Tensor, images: int, copies: int) -> Tensor:
+        """Turn a tensor of rows (T,) into one of patches (B, M, P); none without a grid."""
+        patches = self.grid[0] * self.grid[1] if self.grid else 0
+        of_images = of_rows.view(images, copies, -1)
+        return of_images[..., of_images.shape[2] - patches :].cpu()
+
+    def _gates(self, call: RouterCall) -> Tensor:
+        """Return the gate of each row's first choice, (T,), and count the entropies of the rows."""
         probability = call.layer.router.probabilities(call.x)
         if probability is not None:
             width = probability.shape[-1]  # the experts of a member
-            gate = probability.gather(1, first_T[:, None] % width)[:, 0]
-            entropy = torch.special.entr(probability.cpu().double()).sum(-1) / math.log(
-                max(2, width)
-            )
+            highest = math.log(max(2, width))
+            entropy = torch.special.entr(probability.cpu().double()).sum(-1) / highest
             histogram = torch.histc(entropy.float(), ENTROPY_BINS, 0, 1)
             self.entropy = histogram if self.entropy is None else self.entropy + histogram
-        elif (weights := call.routing.weights()) is not None:
-            gate = weights[:, 0]
+            return probability.gather(1, self.first_T[:, None] % width)[:, 0]
+        weights = call.routing.weights()
+        return torch.ones(len(call.kept_TK)) if weights is None else weights[:, 0]
 
-        def patches(of_rows: Tensor) -> Tensor:
-            """Turn (T,) into (B, M, P); no patches without a grid."""
-            number = self.grid[0] * self.grid[1] if self.grid else 0
-            of_images = of_rows.view(len(pixels_B), copies, -1)
-            return of_images[..., of_images.shape[2] - number :].cpu()
-
+    def _count_dropped(self, call: RouterCall) -> None:
+        kept_TK = call.kept_TK
         if self.by_image:  # all rows of an image are one choice
             kept_TK = kept_TK[:: len(kept_TK) // len(call.x)]
         self.dropped += int((kept_TK == call.layer.num_experts).sum())
-        self.first_T = first_T
-        gate_BMP = patches(gate).float()
-        if shown:
-            self.expert_SMP = torch.cat([self.expert_SMP, patches(call.kept_TK[:, 0])[shown]])
-            self.gate_SMP = torch.cat([self.gate_SMP, gate_BMP[shown]])
-        if self.grid is not None:
-            self._add_surest(patches(first_T), gate_BMP, pixels_B, labels_B)
 
     def add_pairs(self, following: "LayerObservation") -> None:
-        """Count the last batch's rows by their experts here and in the next layer, if it sees the same rows."""
-        here_T, there_T, here, there = (
-            self.first_T,
-            following.first_T,
-            len(self.surest),
-            len(following.surest),
-        )
+        """Count the last batch's rows by their experts here and in the next layer.
+
+        Nothing is counted if the next layer sees other rows.
+        """
+        here_T, there_T = self.first_T, following.first_T
         if len(here_T) != len(there_T):
             return
+        here, there = len(self.surest), len(following.surest)  # numbers of experts
         known = (here_T < here) & (there_T < there)
         index = here_T[known] * there + there_T[known]
         pairs_EE = index.bincount(minlength=here * there).view(here, there).cpu()
@@ -129,7 +140,7 @@ class LayerObservation:
             self.surest[expert] = sorted(best, key=lambda patch: -patch.gate)[:SUREST]
 
     def _around(self, pixels: Tensor, patch: int) -> Tensor:
-        """A patch with its neighbours; the whole image if it is routed as a whole."""
+        """Return a patch with its neighbours, or the whole image if it is routed as a whole."""
         if self.grid is None or self.by_image:
             return pixels.clone()  # of this image alone, not of its batch
         rows, columns = self.grid
@@ -153,7 +164,7 @@ class Observation:
     layers: list[LayerObservation]  #: the routed layers, in the order of their calls
     shown: list[int]  #: numbers of the images that are shown
     shown_pixels: Tensor  #: (S, 3, H, W) bytes, the model's input
-    # : the layers of Soft MoE and Expert Choice.
+    #: the layers of Soft MoE and Expert Choice
     mixtures: list[Mixture] = field(default_factory=list)
 
 
@@ -165,22 +176,23 @@ def observe(
     ood_images: ImageDataset | None,
     inference: Inference,
 ) -> Observation:
-    """Run a classifier from :func:`timm_moe.analysis.data.load_classifiers` on images; its name is for messages.
+    """Run a classifier on images.
+
+    The classifier is from :func:`timm_moe.analysis.data.load_classifiers`; its name is for
+    messages.
 
     Raises:
         ValueError: if an output is NaN, or an image cannot be read.
     """
     figures = Figures(model.num_classes)  # type: ignore[arg-type]
-    number = min(len(images), SHOWN)
-    # Evenly spread.
-    shown = [(2 * index + 1) * len(images) // (2 * number) for index in range(number)]
+    shown = _evenly_spread(len(images), SHOWN)
     labels, predicted, pixels = Rows(), Rows(), []
     layers: dict[str, LayerObservation] = {}
     mixtures: dict[str, Mixture] = {}
     routed = {
         path: layer for path, layer in moe_layers(model).items() if layer.router.depends_on_input
     }
-    first = 0
+    first = 0  # number of the batch's first image
     with RouterWatcher({**routed, **mixing_layers(model)}) as watcher:
         for (x,), log_p_BMC, label_B in predictions([model], [name], images, inference):
             pixels_B = image_bytes(x, model)
@@ -202,6 +214,7 @@ def observe(
     if ood_images is not None:
         for _, log_p_BMC, _ in predictions([model], [name], ood_images, inference):
             figures.update_ood(log_p_BMC)
+
     classes = class_names(images)
     for layer, routes in zip(layers.values(), watcher.routes(classes.__getitem__), strict=True):
         layer.routes = routes
@@ -217,6 +230,12 @@ def observe(
         shown_pixels=torch.cat(pixels),
         mixtures=[*mixtures.values()],
     )
+
+
+def _evenly_spread(total: int, most: int) -> list[int]:
+    """Return at most so many of the numbers below a total, in equal distances."""
+    number = min(total, most)
+    return [(2 * index + 1) * total // (2 * number) for index in range(number)]
 
 
 def _observation(call: RouterCall, model: nn.Module, images: Tensor) -> LayerObservation:

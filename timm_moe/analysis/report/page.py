@@ -48,7 +48,9 @@ class Section:
 
 
 def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -> str:
-    """Return the HTML of a report, with the parts of several models side by side if they have the same title.
+    """Return the HTML of a report.
+
+    The parts of several models are side by side if they have the same title.
 
     Args:
         title: heading of the page.

@@ -1,1 +1,4 @@
-"""The contents of ``timm-moe routes``: counts of choices, mixtures, classes of patches, and their files."""
+"""The contents of ``timm-moe routes``.
+
+They are counts of choices, mixtures, classes of patches, and the files with these.
+"""

@@ -1,4 +1,6 @@
-"""Soft MoE and Expert Choice watched while a model classifies images: which patches feed a slot, or several experts.
+"""Soft MoE and Expert Choice watched while a model classifies images.
+
+They tell which patches feed a slot, or go to several experts.
 
 Slots are shown as in the paper of Soft MoE (arXiv 2308.00951, appendix G).
 
@@ -24,7 +26,9 @@ SHOWN_SLOTS = 6
 
 
 class Mixture:
-    """Numbers on the tokens of images in one call of a layer in which no token chooses, gathered batch by batch.
+    """Numbers on the tokens in one call of a layer in which no token chooses.
+
+    They are gathered batch by batch.
 
     Args:
         layer: name of the call.
@@ -40,7 +44,13 @@ class Mixture:
         self._shown: list[Tensor] = []  # weights of the tokens of each image that is shown, (M, N)
 
     def add(self, output: Any, images: int, shown: Sequence[int]) -> None:
-        """Take in what the router gave for so many images, and the indices of images that are shown."""
+        """Take in the routing of a batch.
+
+        Args:
+            output: what the router gave.
+            images: number of images.
+            shown: indices of the images that are shown.
+        """
         if self.is_soft:
             weight_BMN, combine_BNS = output[0].mT, output[1]
             figures = {
@@ -58,7 +68,7 @@ class Mixture:
         self.images += images
 
     def summary(self) -> dict[str, Any]:
-        """Give the numbers of the layer, means over the images.
+        """Return the numbers of the layer, means over the images.
 
         ``tokens_per_slot`` is the exponential of the entropy of a slot's weights, averaged over the
         slots: 1 for a slot of a single token, N for an even mean. ``slots_per_token`` is the same
@@ -79,8 +89,9 @@ class Mixture:
     def __str__(self) -> str:
         own = self.summary()
         if self.is_soft:
-            mixed = f"a slot mixes {own['tokens_per_slot']:.1f} of {own['tokens']} tokens"
-            return f"{self.layer}: {mixed}, a token {own['slots_per_token']:.1f} of {own['slots']} slots."
+            slot = f"a slot mixes {own['tokens_per_slot']:.1f} of {own['tokens']} tokens"
+            token = f"a token {own['slots_per_token']:.1f} of {own['slots']} slots"
+            return f"{self.layer}: {slot}, {token}."
         shares = (
             f"{share:.1%} have {number}"
             for number, share in enumerate(own["share_by_experts"])
@@ -89,10 +100,12 @@ class Mixture:
         return f"{self.layer}: of the tokens, {', '.join(shares)} of {own['experts']} experts."
 
     def maps(self) -> dict[str, Tensor]:
-        """Give weights of the patches of the images that are shown, (I, rows, columns), by their names.
+        """Return weights of the patches of the images that are shown, by their names.
 
-        These are the slots that mix the fewest tokens; in Expert Choice the number of experts of
-        each patch.
+        Each is (I, rows, columns).
+
+        Of Soft MoE these are the slots that mix the fewest tokens, of Expert Choice the number of
+        experts of each patch.
         """
         if self.grid is None:
             return {}
@@ -109,12 +122,15 @@ class Mixture:
 
 
 def _perplexity(weights: Tensor) -> Tensor:
-    """Exponential of the entropy over the last dimension."""
+    """Return the exponential of the entropy over the last dimension."""
     return torch.special.entr(weights).sum(-1).exp()
 
 
 def mixing_layers(model: nn.Module) -> dict[str, MoeMlp]:
-    """Find the layers of Soft MoE and Expert Choice, in which no token chooses its experts by itself."""
+    """Find the layers of Soft MoE and Expert Choice by their paths.
+
+    In these no token chooses its experts by itself.
+    """
     kinds = (SoftRouter, ExpertChoiceRouter)
     return {
         name: layer for name, layer in moe_layers(model).items() if isinstance(layer.router, kinds)
@@ -128,14 +144,22 @@ def add_calls(
     images: Tensor,
     shown: Sequence[int],
 ) -> None:
-    """Add a batch's calls to the mixtures by name: of images, (B, 3, H, W), the ones with these indices are shown."""
+    """Add a batch's calls to the mixtures by name.
+
+    Args:
+        mixtures: by the names of the calls; new calls are put here.
+        calls: of the batch, by a :class:`RouterWatcher`.
+        model: that was called.
+        images: (B, 3, H, W), the batch.
+        shown: indices of the images that are shown.
+    """
     for call in calls:
         if call.layer.router.depends_on_input:
             continue
         if call.name not in mixtures:
             grid = patch_grid(model, call.x, images.shape[2:])
             mixtures[call.name] = Mixture(call.name, call.layer.router, grid)
-        # An ensemble's layer sees an image once for each; the first is shown.
+        # A layer of an ensemble sees an image once for each member. The first member's is shown.
         members = len(call.x) // len(images)
         mixtures[call.name].add(call.routing, len(call.x), [members * index for index in shown])
 
@@ -144,7 +168,11 @@ def add_calls(
 def collect_mixtures(
     model: nn.Module, images: ImageDataset, inference: Inference
 ) -> tuple[list[Mixture], Tensor]:
-    """Run a model on images: the numbers of its layers with maps of the first image, and its bytes, (3, H, W)."""
+    """Run a model on images and gather the numbers of its layers.
+
+    Returns:
+        The numbers, with maps of the first image; and that image as bytes (3, H, W).
+    """
     mixtures: dict[str, Mixture] = {}
     first: list[Tensor] = []
     with RouterWatcher(mixing_layers(model)) as watcher:

@@ -65,7 +65,9 @@ def write_routes(
     draw: Callable[[Path], None],
     output_dir: str | Path,
 ) -> None:
-    """Write ``routes.json``, ``routes.csv`` and, if matplotlib is installed, ``routes.png`` to a folder.
+    """Write ``routes.json``, ``routes.csv`` and ``routes.png`` to a folder.
+
+    Without matplotlib there is no ``routes.png``, and a warning says so.
 
     Args:
         contents: content of the JSON file.
@@ -89,14 +91,14 @@ def write_routes(
         else:
             from matplotlib import rc_context
 
-            # A class may be called $x$.
+            # A class may have a name such as $x$, which is not mathematics.
             with rc_context({"text.parse_math": False, "text.usetex": False}):
                 draw(folder / "routes.png")
         publish(folder, Path(output_dir), FILES)
 
 
 def display_order(share_CE: Tensor) -> list[int]:
-    """Classes sorted by their most chosen expert, then by its share, the largest first."""
+    """Sort classes by their most chosen expert, then by its share, the largest first."""
     largest_C, expert_C = share_CE.max(1)
     return sorted(
         range(len(share_CE)), key=lambda index: (expert_C[index].item(), -largest_C[index].item())
@@ -104,7 +106,10 @@ def display_order(share_CE: Tensor) -> list[int]:
 
 
 def plot(all_routes: Sequence[Routes], file: Path) -> None:
-    """Draw a heatmap for each layer into one PNG, with the same colours and the deepest layer's order of classes."""
+    """Draw a heatmap for each layer into one PNG.
+
+    All of them have the same colours, and the order of classes of the deepest layer.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -145,7 +150,10 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
 
 
 def plot_mixtures(mixtures: Sequence[Mixture], image: Tensor, file: Path) -> None:
-    """Draw an image, (3, H, W) bytes, and the maps of its patches beside it into one PNG, a row for each layer."""
+    """Draw an image and the maps of its patches beside it into one PNG.
+
+    The image is (3, H, W) bytes. There is a row for each layer.
+    """
     from matplotlib.figure import Figure
 
     maps = [mixture.maps() for mixture in mixtures]

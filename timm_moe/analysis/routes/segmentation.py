@@ -1,4 +1,4 @@
-"""Opens images with a label for each pixel, checks them, and resizes both to a model's input."""
+"""Images with a label for each pixel: opened, checked, and resized to a model's input."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,13 +64,16 @@ def _files(folder: Path) -> dict[Path, Path]:
 
 
 def read_names(file: str | Path) -> list[str]:
-    """Read the names of the classes from a text file, a line for each, in the order of their numbers.
+    """Read the names of the classes from a text file, in the order of their numbers.
+
+    Each line is a name.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if it is no text, has an empty line before a name, or a name twice.
     """
-    try:  # some editors begin a file with a byte-order mark
+    try:
+        # Some editors begin a file with a byte-order mark, which utf-8-sig leaves out.
         lines = Path(file).read_text(encoding="utf-8-sig").rstrip().split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"The class map {file} is no text: {describe(error)}") from error
@@ -143,11 +146,12 @@ class MaskedImages(Dataset):
             raise UnreadableImage(
                 f"The image {image_file} and its mask differ in size: {sizes} pixels."
             )
-        # Exact below 2^24.
+        # A float32 holds the number of a class exactly below 2^24.
         resized = F.interpolate(labels[None, None].float(), self.size, mode="nearest-exact")
         return self.transform(image), resized[0, 0].long()
 
     def class_name(self, number: int) -> str:
+        """Return the name of a class; without names it is the number."""
         return str(number) if self.classes is None else self.classes[number]
 
     def batches(self, inference: Inference) -> Iterator[tuple[Tensor, Tensor]]:
@@ -168,7 +172,10 @@ class MaskedImages(Dataset):
 
 
 def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Most frequent label of each patch in a grid of rows and columns, (B, P); the smallest if several are."""
+    """Return the most frequent label (B, P) of each patch in a grid of rows and columns.
+
+    If several are equally frequent, it is the smallest.
+    """
     rows, columns = grid
     patches = labels_BHW.unflatten(2, (columns, -1)).unflatten(1, (rows, -1)).transpose(2, 3)
     return patches.flatten(3).mode(3).values.flatten(1)

@@ -28,13 +28,22 @@ from .segmentation import MaskedImages, majority_labels
 SHUFFLES = 10
 #: Entries that are summed at once, in double precision.
 _AT_ONCE = 2**14
-#: Modules of timm whose models have patches in another order than an image's rows: by units of
-#: masks, by blocks.
+#: Modules of timm whose models do not have patches in the order of an image's rows. Hiera has them
+#: by units of masks, NesT by blocks.
 OTHER_ORDER = ("hiera", "nest")
 
 
 def patch_grid(model: Any, x: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
-    """Find the rows and columns of the patches of an image of a size, (height, width), in the input of a layer."""
+    """Find the rows and columns of an image's patches in the input of a layer.
+
+    Args:
+        model: that the layer is in.
+        x: (B, ..., D), the input of the layer.
+        size: (height, width) of the image.
+
+    Returns:
+        None if the rows of the input are not patches in the image's order.
+    """
     if is_from(model, *OTHER_ORDER):
         return None
     if x.ndim == 4:  # (B, H, W, D)
@@ -57,7 +66,9 @@ class RouterCall:
 
 
 class RouterWatcher(ExitStack):
-    """Context that notes every call of some routers and counts their choices. The forward itself does not change.
+    """Context that notes every call of some routers and counts their choices.
+
+    The forward itself does not change.
 
     Args:
         layers: expert layers by name, as :func:`timm_moe.convert.blocks.moe_layers` gives them.
@@ -77,7 +88,11 @@ class RouterWatcher(ExitStack):
             )
 
     def end_batch(self, labels: Tensor) -> list[RouterCall]:
-        """Count the choices of a batch with labels (B,) of images or (B, P) of patches, and return all of its calls."""
+        """Count the choices of a batch, and return all of its calls.
+
+        Args:
+            labels: (B,) of images or (B, P) of patches.
+        """
         names = [call.name for call in self._noted]
         calls = [
             replace(call, name=f"{name} (call {names[: index + 1].count(name)})")
@@ -94,7 +109,15 @@ class RouterWatcher(ExitStack):
         return calls
 
     def routes(self, class_name: Callable[[int], str], ignore_index: int = -1) -> list["Routes"]:
-        """Give the routes of all batches by the calls of a forward; ValueError if all labels are ``ignore_index``."""
+        """Return the routes of all batches, one for each call of a forward.
+
+        Args:
+            class_name: gives the name of a class by its number.
+            ignore_index: label of what has no class.
+
+        Raises:
+            ValueError: if all labels are ``ignore_index``.
+        """
         numbers = self._labels.tensor()
         known = numbers != ignore_index
         if not known.any():
@@ -126,7 +149,7 @@ class RouterWatcher(ExitStack):
                     f"patches and {self._prefix} other tokens."
                 )
             chosen = chosen_BMNK[:, :, self._prefix :].transpose(1, 2)
-        # A router of others may drop choices.
+        # A router from outside this package may drop choices. They have the number E.
         count = chosen.new_zeros(*chosen.shape[:-1], call.layer.num_experts + 1)
         count.scatter_add_(-1, chosen, torch.ones_like(chosen))
         return count[..., :-1].to(torch.int32 if labels.ndim == 1 else torch.uint8)
@@ -134,57 +157,61 @@ class RouterWatcher(ExitStack):
     def _note(
         self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor, ...], routing: Any
     ) -> None:
-        kept_TK = (
-            routing.experts()
-            if isinstance(routing, Routing)
-            else torch.empty(0, 0, dtype=torch.long)
-        )
+        if isinstance(routing, Routing):
+            kept_TK = routing.experts()
+        else:
+            kept_TK = torch.empty(0, 0, dtype=torch.long)
         chosen_TK = kept_TK
         if layer.router.depends_on_input and (kept_TK == layer.num_experts).any():
             with layer.router.dropping_nothing():
-                # Forward, so that this call is not noted too.
+                # Calling forward runs no hooks, so this call is not noted.
                 chosen_TK = router.forward(inputs[0]).experts()
         self._noted.append(RouterCall(name, layer, inputs[0], routing, kept_TK, chosen_TK))
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Experts that images, or their patches, chose in one call of a router, before capacities drop choices."""
+    """Experts that images, or their patches, chose in one call of a router.
+
+    These are the choices before capacities drop some.
+    """
 
     layer: str  #: name of the call
     top_k: int  #: experts of each row
     degree: int  #: number of sets of experts that a row can go to
-    # : choices of each image's rows for each expert; with labels of pixels an entry is a patch.
+    #: choices of each image's rows for each expert; with labels of pixels an entry is a patch
     count_IME: Tensor
     labels: Tensor  #: (I,) class of each image, or patch, as an index of ``classes``
     classes: Sequence[str]  #: names of the classes that are there
-    # : (I,) number of the image that a patch is of; None where the entries are images.
+    #: (I,) number of the image that a patch is of; None where the entries are images
     image_I: Tensor | None = None
 
     @property
     def members(self) -> int:
+        """Number of members of an ensemble inside the model; 1 without."""
         return self.count_IME.shape[1]
 
     @property
     def experts(self) -> int:
+        """Number of experts of the layer."""
         return self.count_IME.shape[2]
 
     def load(self) -> Tensor:
-        """Share of all choices that went to each expert, (E,)."""
+        """Return the share of all choices that went to each expert, (E,)."""
         count_E = self.count_IME.sum((0, 1)).double()
         return count_E / count_E.sum().clamp(min=1)
 
     def share_CE(self) -> Tensor:
-        """Share of a class's choices that went to each expert; rows sum to 1."""
+        """Return the share of a class's choices that went to each expert; rows sum to 1."""
         count_CE = self._count_MCE(self.labels).sum(0)
         return count_CE / count_CE.sum(1, keepdim=True).clamp(min=1)
 
     def images(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.labels if self.image_I is None else self.image_I.unique())
 
     def experts_per_image(self) -> float:
-        """Number of different experts that the rows of an image go to, on average."""
+        """Return the mean number of different experts that the rows of an image go to."""
         used_IE = (self.count_IME > 0).any(1).int()
         if self.image_I is not None:
             image_I = self.image_I.unique(return_inverse=True)[1]
@@ -192,21 +219,22 @@ class Routes:
         return (used_IE > 0).sum(1).double().mean().item()
 
     def mutual_information(self) -> float:
-        """I(class; expert) in nats, the mean over the members."""
+        """Return I(class; expert) in nats, the mean over the members."""
         return self._information(self.labels)[0]
 
     def class_information(self) -> float:
-        """Share of the uncertainty about the expert that the class of the image removes, from 0 to 1.
+        """Return the share of the uncertainty about the expert that the class removes.
 
-        I(class; expert) / H(expert), Theil's uncertainty coefficient (Numerical Recipes, section
-        14.4), both means over the members of an ensemble. It is 0 if all classes are spread over
-        the experts alike and 1 if the class decides the expert, also under uneven loads. Few images
-        give estimates that are too large: compare them with :meth:`class_information_by_chance`.
+        It is from 0 to 1: I(class; expert) / H(expert), Theil's uncertainty coefficient (Numerical
+        Recipes, section 14.4), both means over the members of an ensemble. It is 0 if all classes
+        are spread over the experts alike and 1 if the class decides the expert, also under uneven
+        loads. Few images give estimates that are too large: compare them with
+        :meth:`class_information_by_chance`.
         """
         return self._information(self.labels)[1]
 
     def class_information_by_chance(self) -> float:
-        """Mean :meth:`class_information` of shuffled labels: a permutation test."""
+        """Return the mean :meth:`class_information` of shuffled labels: a permutation test."""
         generator = torch.Generator().manual_seed(0)
         orders = [torch.randperm(len(self.labels), generator=generator) for _ in range(SHUFFLES)]
         return sum(self._information(self.labels[order])[1] for order in orders) / SHUFFLES
@@ -220,7 +248,7 @@ class Routes:
         return count_MCE
 
     def _information(self, labels: Tensor) -> tuple[float, float]:
-        """I(class; expert) in nats, and its share of H(expert)."""
+        """Return I(class; expert) in nats, and its share of H(expert)."""
         count_MCE = self._count_MCE(labels)
         p_MCE = count_MCE / count_MCE.sum((1, 2), keepdim=True).clamp(min=1)
         parts = (p_MCE.sum(1), p_MCE.sum(2), p_MCE)
@@ -246,11 +274,13 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference)
 def collect_patch_routes(
     model: nn.Module, images: MaskedImages, inference: Inference
 ) -> list[Routes]:
-    """Count the choices of a model's routers as :func:`collect_routes`, with a class for each patch.
+    """Count the choices of a model's routers, with a class for each patch.
 
-    It is the class that most pixels of the patch have. Patches most of whose pixels have no class
-    are left out, as are the class token and registers. With ``routing_unit=image`` all patches of
-    an image go where their image goes.
+    Otherwise it is as :func:`collect_routes`. The class of a patch is the one that most of its
+    pixels have.
+
+    Patches most of whose pixels have no class are left out, as are the class token and registers.
+    With ``routing_unit=image`` all patches of an image go where their image goes.
 
     Raises:
         ValueError: as ``collect_routes``; if a router does not see the patches of the images one by
@@ -283,7 +313,11 @@ def _watch(
 
 
 def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
-    """Find the expert layers whose router depends on the images; raise ValueError if there are none."""
+    """Find the expert layers whose router depends on the images.
+
+    Raises:
+        ValueError: if there are none.
+    """
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
@@ -298,7 +332,7 @@ def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
 
 
 def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
-    """Give the numbers of one layer, mostly methods of :class:`Routes`.
+    """Return the numbers of one layer, mostly methods of :class:`Routes`.
 
     ``mean_largest_share`` is the largest share of a class, on average; ``normalized`` is the
     class's information, ``by_chance`` the same for shuffled labels. If they differ by
@@ -320,7 +354,9 @@ def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
 
 
 def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, Any]:
-    """Give the numbers of all layers, and of the model: images, experts of an image in all layers, routing degree.
+    """Return the numbers of all layers, and of the model.
+
+    The model's are its images, the experts of an image in all layers, and the routing degree.
 
     The routing degree is the number of ways through the experts, C(E, K)^L in L layers, of all
     members together.

@@ -1,4 +1,7 @@
-"""The predictions of a report's classifiers side by side: their accuracy, their confidence, their confusions."""
+"""The predictions of a report's classifiers side by side.
+
+They are their accuracy, their confidence and their confusions.
+"""
 
 import math
 from collections.abc import Mapping
@@ -19,12 +22,19 @@ _BETTER = (
 )
 #: Difference of confidence and accuracy up to which a model is not called over- or under-confident.
 TOLERANCE = 0.01
-#: Pairs of classes that are shown as confused, bins of the reliability diagram, and of confidences.
-CONFUSED, RELIABILITY_BINS, CONFIDENCE_BINS = 15, 15, 20
+#: Pairs of classes that are shown as confused.
+CONFUSED = 15
+#: Bins of the reliability diagram.
+RELIABILITY_BINS = 15
+#: Bins of the histogram of confidences.
+CONFIDENCE_BINS = 20
 
 
 def classifier_section(observations: Mapping[str, Observation]) -> Section:
-    """Show the figures of evaluation, calibration, confidences and confused classes, by the names of the models."""
+    """Show the figures of evaluation, calibration, confidences and confused classes.
+
+    The observations are by the names of the models.
+    """
     several = len(observations) > 1
     table = [["", *observations]]
     for name, (label, layout) in LABELS.items():
@@ -85,7 +95,10 @@ def _reliability(name: str, seen: Observation) -> list[dict[str, Any]]:
 
 
 def _calibration(seen: Observation) -> str:
-    """Say if mean confidence and accuracy differ by more than chance (95 %) and :data:`TOLERANCE`."""
+    """Say if mean confidence and accuracy differ.
+
+    A difference must be larger than chance (95 %) and :data:`TOLERANCE`.
+    """
     right = (seen.predicted == seen.labels).double()
     gap, images = seen.confidence.double() - right, len(right)
     chance = 1.96 * (gap.std().item() if images > 1 else 1.0) / math.sqrt(images)
@@ -121,7 +134,10 @@ def _confidences(prefix: str, seen: Observation) -> list[dict[str, Any]]:
 
 
 def _confused(seen: Observation) -> list[list[str]]:
-    """List label, prediction, images of the label and share of them; the most frequent pairs first."""
+    """List label, prediction, images of the label and share of them.
+
+    The most frequent pairs come first.
+    """
     classes = len(seen.classes)
     wrong = seen.predicted != seen.labels
     pair, count = (seen.labels[wrong] * classes + seen.predicted[wrong]).unique(return_counts=True)

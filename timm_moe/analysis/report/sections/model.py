@@ -25,7 +25,10 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
 
 
 def model_section(model: nn.Module, info: ModelInfo, history: History) -> Section:
-    """Show the model as measured by :func:`timm_moe.analysis.info.measure`, and the history of its weights."""
+    """Show a model and the history of its weights.
+
+    Its sizes are by :func:`timm_moe.analysis.info.measure`.
+    """
     boxes = _boxes(model)
     members = f"{info.members}{_own_experts(model)}" if info.members > 1 else None
     size = {"model": info.name, **info.rows(), "members": members}
@@ -81,29 +84,39 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
     if places > len(layers):
         shared = "one expert layer" if len(layers) == 1 else f"{len(layers)} expert layers"
         text += f" They share {shared}: these are the same."
-    number = "one expert" if info.top_k == 1 else f"{info.top_k} experts"
-    if all(isinstance(layer.router, RandomPartition) for layer in layers.values()):
-        text += (
-            " No router chooses: in training each token gets a random expert, so none of them sees "
-            "some classes more than others, and none can die."
-        )
-    elif all(isinstance(layer, SoftMoeMlp) for layer in layers.values()):
-        text += " Nothing is routed: each expert computes weighted means of all tokens of an image."
-    elif all(isinstance(layer.router, ExpertChoiceRouter) for layer in layers.values()):
-        text += " Each expert chooses equally many tokens, so a token goes to none, one or several."
-    elif not any(layer.router.depends_on_input for layer in layers.values()):
-        text += " No router looks at the images: all tokens go the same ways through the experts."
-    elif info.routing_unit == "image":
-        text += f" A router chooses {number} for each image; all of its tokens go there."
-    else:
-        text += f" A router chooses {number} for each token."
+    text += f" {_choice(list(layers.values()), info)}"
     if shared_by := [path for path, layer in layers.items() if isinstance(layer, SharedExpertMlp)]:
-        text += f" Beside these there is a shared expert, which every token passes through, in {', '.join(shared_by)}."
+        text += (
+            " Beside these there is a shared expert, which every token passes through, in "
+            f"{', '.join(shared_by)}."
+        )
     return text + members
 
 
+def _choice(layers: Sequence[MoeMlp], info: ModelInfo) -> str:
+    """Tell who chooses the experts of a token."""
+    if all(isinstance(layer.router, RandomPartition) for layer in layers):
+        return (
+            "No router chooses: in training each token gets a random expert, so none of them sees "
+            "some classes more than others, and none can die."
+        )
+    if all(isinstance(layer, SoftMoeMlp) for layer in layers):
+        return "Nothing is routed: each expert computes weighted means of all tokens of an image."
+    if all(isinstance(layer.router, ExpertChoiceRouter) for layer in layers):
+        return "Each expert chooses equally many tokens, so a token goes to none, one or several."
+    if not any(layer.router.depends_on_input for layer in layers):
+        return "No router looks at the images: all tokens go the same ways through the experts."
+    number = "one expert" if info.top_k == 1 else f"{info.top_k} experts"
+    if info.routing_unit == "image":
+        return f"A router chooses {number} for each image; all of its tokens go there."
+    return f"A router chooses {number} for each token."
+
+
 def _own_experts(model: nn.Module) -> str:
-    """Name the experts of each member of an ensemble inside one model; empty if all members have all."""
+    """Name the experts of each member of an ensemble inside one model.
+
+    The text is empty if all members have all experts.
+    """
     routers = [
         layer.router
         for layer in moe_layers(model).values()
@@ -111,7 +124,8 @@ def _own_experts(model: nn.Module) -> str:
     ]
     if not routers:
         return ""
-    members, each = routers[0].ensemble_size, routers[0].num_experts // routers[0].ensemble_size
+    members = routers[0].ensemble_size
+    each = routers[0].num_experts // members
     experts = [
         f"expert {m}" if each == 1 else f"experts {m * each} to {(m + 1) * each - 1}"
         for m in range(members)
@@ -120,7 +134,10 @@ def _own_experts(model: nn.Module) -> str:
 
 
 def _boxes(model: nn.Module) -> list[dict[str, Any]]:
-    """List all places of feed-forward networks, in order; one in several blocks has several places."""
+    """List all places of feed-forward networks, in order.
+
+    A network in several blocks has several places.
+    """
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
     found = [
         (path, module)

@@ -1,8 +1,12 @@
-"""The pictures of a report: patches in the colours of their experts, and those that each expert is surest of."""
+"""The pictures of a report.
+
+They are patches in the colours of their experts, and the patches that each expert is surest of.
+"""
 
 import base64
 from collections.abc import Sequence
 from io import BytesIO
+from typing import Any
 
 from PIL import Image
 from torch import Tensor, nn
@@ -11,8 +15,10 @@ from torchvision.transforms.functional import to_pil_image
 from ..observe import LayerObservation, Observation, Patch
 from ..page import Part
 
-#: Side in pixels of a picture on a sheet, and the largest side of an image that is shown.
-CELL, LARGEST = 48, 224
+#: Side in pixels of a picture on a sheet.
+CELL = 48
+#: Largest side in pixels of an image that is shown.
+LARGEST = 224
 #: Titles and first words on Soft MoE and on Expert Choice.
 SLOTS = (
     "Which patches feed which slot?",
@@ -58,7 +64,10 @@ def patches_part(seen: Observation) -> Part:
 
 
 def _sentences(layers: Sequence[LayerObservation]) -> str:
-    text = "Each patch has the colour and number of its first choice, the more opaque the surer the router is."
+    text = (
+        "Each patch has the colour and number of its first choice, the more opaque the surer the "
+        "router is."
+    )
     if all(layer.by_image for layer in layers):
         text += " An image goes to its experts as a whole, so all of its patches have one colour."
     if any((layer.expert_SMP == layer.routes.experts).any() for layer in layers):
@@ -72,7 +81,10 @@ def _sentences(layers: Sequence[LayerObservation]) -> str:
 
 
 def surest_part(seen: Observation) -> Part | None:
-    """Show the patches with the largest gates of each expert; None where the rows are not patches."""
+    """Show the patches with the largest gates of each expert.
+
+    None is returned where the rows are not patches.
+    """
     layers = [layer for layer in seen.layers if any(layer.surest)]
     if not layers:
         return None
@@ -86,13 +98,20 @@ def surest_part(seen: Observation) -> Part | None:
         }
         for layer in layers
     ]
-    text = "The patches with the largest gates, with what is around them, at most one of an image."
-    text = "The images with the largest gates." if layers[0].by_image else text
+    if layers[0].by_image:
+        text = "The images with the largest gates."
+    else:
+        text = (
+            "The patches with the largest gates, with what is around them, at most one of an image."
+        )
     return Part("What is each expert surest of?", text, routes={"kind": "surest", "layers": drawn})
 
 
 def mixture_part(seen: Observation) -> Part | None:
-    """Show images as bright as their patches weigh in slots of Soft MoE, or have experts in Expert Choice."""
+    """Show images as bright as their patches weigh in slots of Soft MoE.
+
+    In Expert Choice they are as bright as their patches have experts.
+    """
     if not seen.mixtures:
         return None
     title, text = SLOTS if seen.mixtures[0].is_soft else CHOICES
@@ -109,18 +128,19 @@ def mixture_part(seen: Observation) -> Part | None:
         for mixture in seen.mixtures
         if (maps := mixture.maps())
     ]
-    text += (
-        ""
-        if drawn
-        else " The tokens of these layers are not patches of an image, so none are shown."
-    )
-    routes = {"kind": "surest", "layers": drawn} if drawn else None
+    routes: dict[str, Any] | None = {"kind": "surest", "layers": drawn}
+    if not drawn:
+        text += " The tokens of these layers are not patches of an image, so none are shown."
+        routes = None
     return Part(title, " ".join([text, *map(str, seen.mixtures)]), routes=routes)
 
 
 def _shaded(pixels: Tensor, weights: Tensor) -> Tensor:
-    """Darken an image, (3, H, W) bytes, where its patches, (rows, columns), weigh less than the heaviest."""
-    # Expert Choice may leave out all patches.
+    """Darken an image where its patches weigh less than the heaviest.
+
+    The image is (3, H, W) bytes, the weights are (rows, columns).
+    """
+    # Expert Choice may leave out all patches, whose weights then are 0 / 0.
     light = 0.15 + 0.85 * (weights / weights.max()).nan_to_num()
     return (pixels * nn.functional.interpolate(light[None, None], pixels.shape[1:])[0]).byte()
 
@@ -133,7 +153,10 @@ def _caption(patches: Sequence[Patch], classes: Sequence[str]) -> str:
 
 
 def _sheet(rows: Sequence[Sequence[Tensor]]) -> str:
-    """Paste rows of pictures (3, H, W) into one, each a square of CELL pixels; white where a row has no more."""
+    """Paste rows of pictures (3, H, W) into one.
+
+    Each becomes a square of CELL pixels. A place without a picture is white.
+    """
     whole = Image.new("RGB", (max(map(len, rows)) * CELL, len(rows) * CELL), "white")
     for row, pictures in enumerate(rows):
         for column, pixels in enumerate(pictures):

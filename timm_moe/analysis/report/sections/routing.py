@@ -1,4 +1,7 @@
-"""The routing of a report: the experts of classes and patches, their loads, the routers' certainty."""
+"""The routing of a report.
+
+It is the experts of classes and patches, the loads of the experts, and the routers' certainty.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,7 +31,10 @@ DEAD = 0.1
 
 
 def routing_section(seen: Observation) -> Section | None:
-    """Show the experts of images and patches; None for a model whose experts do not depend on the images."""
+    """Show the experts of images and patches.
+
+    None is returned for a model whose experts do not depend on the images.
+    """
     parts = [mixture_part(seen)]
     if seen.layers:
         parts += [
@@ -40,11 +46,9 @@ def routing_section(seen: Observation) -> Section | None:
             _pairs_part(seen.layers),
         ]
     shown = [part for part in parts if part is not None]
-    return (
-        Section("routing", "Who goes where", shown, _WORDS if seen.layers else "")
-        if shown
-        else None
-    )
+    if not shown:
+        return None
+    return Section("routing", "Who goes where", shown, _WORDS if seen.layers else "")
 
 
 def _load_part(layers: Sequence[LayerObservation]) -> Part:
@@ -58,7 +62,7 @@ def _load_part(layers: Sequence[LayerObservation]) -> Part:
         if len({layer.routes.experts for layer in layers}) == 1
         else None
     )
-    # The rows of an image that go together are one choice.
+    # If the rows of an image go together, they count as one choice.
     choices = sum(
         layer.routes.images() * layer.routes.top_k * layer.routes.members
         if layer.by_image

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -55,8 +55,14 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
         (entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()
     ]
     parts = [
-        _part("Does the loss still fall?", losses, _trend, "images", "loss"),
-        _part("How accurate was it in each epoch?", accuracies, _best, "accuracy", "accuracy (%)"),
+        _part("Does the loss still fall?", losses, _trend(losses), "images", "loss"),
+        _part(
+            "How accurate was it in each epoch?",
+            accuracies,
+            _best(accuracies),
+            "accuracy",
+            "accuracy (%)",
+        ),
         _share_rate_part(epochs),
         _spread_part(epochs, layers),
         _load_part(layers),
@@ -68,7 +74,11 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
 
 
 def _summary(folder: Path) -> list[dict[str, float]]:
-    """Read the figures in summary.csv by epoch; earlier ones of an epoch or of later ones are another run's."""
+    """Read the figures in summary.csv by epoch.
+
+    If an epoch is there again, its earlier row and the rows after that are another run's and left
+    out.
+    """
     file = folder / "summary.csv"
     if not file.exists():
         return []
@@ -83,16 +93,25 @@ def _summary(folder: Path) -> list[dict[str, float]]:
 def _part(
     title: str,
     points: Points,
-    text: str | Callable[[Points], str],
+    text: str,
     series: str,
     y_title: str,
     choice: str | None = None,
     percent: bool = False,
 ) -> Part | None:
-    """Draw the finite values, with a sentence on the epochs of the others; None if there are no values.
+    """Draw the finite values, with a sentence on the epochs of the others.
 
-    ``series`` names the field whose values are the lines, ``choice`` one of whose values the reader
-    chooses one.
+    Args:
+        title: the question that the part answers.
+        points: what is drawn; a value may be None or not finite.
+        text: sentences on the chart.
+        series: field that gives one line per value.
+        y_title: title of the values.
+        choice: field to select by in a drop-down list.
+        percent: whether the values are shares, shown in percent.
+
+    Returns:
+        None if there are no values.
     """
     known = _finite(points)
     lost = _lost(sorted({point["epoch"] for point in points if not _is_finite(point["value"])}))
@@ -100,8 +119,7 @@ def _part(
         return Part(title, lost) if lost else None
     chart = charts.lines(known, series, y_title, percent)
     chart = charts.chosen(chart, choice, choice) if choice else chart
-    sentences = text if isinstance(text, str) else text(known)
-    return Part(title, " ".join(filter(None, [sentences, lost])), chart.to_dict())
+    return Part(title, " ".join(filter(None, [text, lost])), chart.to_dict())
 
 
 def _is_finite(value: float | None) -> bool:
@@ -126,26 +144,35 @@ def _lost(epochs: Sequence[int]) -> str:
 
 
 def _trend(losses: Points) -> str:
-    images = (
-        "evaluation" if any(point["images"] == "evaluation" for point in losses) else "training"
-    )
-    own = [point for point in losses if point["images"] == images]
+    """Say when the loss was lowest, in evaluation if there is one."""
+    known = _finite(losses)
+    if not known:
+        return ""
+    kinds = {point["images"] for point in known}
+    images = "evaluation" if "evaluation" in kinds else "training"
+    own = [point for point in known if point["images"] == images]
     lowest, last = min(own, key=lambda point: point["value"]), own[-1]
     place = f"the last epoch, {last['epoch']}" if lowest is last else f"epoch {lowest['epoch']}"
     text = f"The {images} loss was lowest in {place}: {lowest['value']:.4g}."
     if lowest is not last:
         text += f" In the last epoch, {last['epoch']}, it was {last['value']:.4g}."
-    if len({point["images"] for point in losses}) > 1:
-        text += " The training loss is that of augmented images, with any label smoothing and routers' losses in it."
+    if len(kinds) > 1:
+        text += (
+            " The training loss is that of augmented images, with any label smoothing and routers' "
+            "losses in it."
+        )
     return text
 
 
 def _best(accuracies: Points) -> str:
-    own = [point for point in accuracies if point["accuracy"] == "top-1"]
+    """Say the last and the best top-1 accuracy."""
+    own = [point for point in _finite(accuracies) if point["accuracy"] == "top-1"]
     if not own:
         return ""
-    best = max(own, key=lambda point: point["value"])
-    return f"Top-1 ended at {own[-1]['value']:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
+    last, best = own[-1]["value"], max(own, key=lambda point: point["value"])
+    return (
+        f"Top-1 ended at {last:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
+    )
 
 
 def _of_layers(layers: Layers, figure: str) -> Points:
@@ -209,7 +236,8 @@ def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | Non
 
 
 def _load_part(layers: Layers) -> Part | None:
-    loads, idle, last = [], [], layers[-1][0] if layers else 0
+    last = layers[-1][0] if layers else 0
+    loads, idle = [], []
     for epoch, name, layer in layers:
         for expert, share in enumerate(layer.get("load", [])):
             if _is_finite(share):

@@ -19,9 +19,10 @@ from ...data import Inference, batches, in_eval_mode
 from .. import charts
 from ..page import Part, Section
 
-#: Rows of a layer's input on which the outputs of its experts are compared, and images that they
-#: come from.
-ROWS, IMAGES = 512, 16
+#: Rows of a layer's input on which the outputs of its experts are compared.
+ROWS = 512
+#: Images that these rows come from.
+IMAGES = 16
 #: Explains the distance of the experts from their mean.
 DISTANCE = (
     "The distance is divided by the size (the norm) of that mean: at 0 all experts are equal, and "
@@ -103,7 +104,10 @@ def similarity_section(similarities: Sequence[ExpertSimilarity]) -> Section | No
         "same rows. 1 means that they are the same, 0 that they have nothing to do with each other."
     )
     if distances:
-        text += f" Distance of the experts from their mean in this checkpoint: {'; '.join(distances)}. {DISTANCE}"
+        text += (
+            " Distance of the experts from their mean in this checkpoint: "
+            f"{'; '.join(distances)}. {DISTANCE}"
+        )
     return Section(
         "alike",
         "How alike are the experts?",
