@@ -296,11 +296,15 @@ class ExpertWeightAveraging:
 
     def seek(self, updates: int) -> None:
         """Continue after this many updates, if no step has been taken and no count came with the optimizer."""
-        if self.started or self.updates:
-            return
+        if not self.started and not self.updates:
+            self.go_to(updates)
+
+    def go_to(self, updates: int) -> None:
+        """Continue after this many updates."""
         self._is_sought = True
+        is_new = updates != self.updates
         self._count.fill_(updates)
-        if updates and is_primary():
+        if is_new and is_primary():
             _logger.info(
                 f"EWA: the share rate continues after update {updates} of {self.total_updates}."
             )
