@@ -249,7 +249,11 @@ class TopKRouter(RecordingRouter):
     def _factors(self, chosen_GSK: Tensor) -> Tensor:
         """The factors of the outputs of the chosen experts, from their gates."""
         if self.gate_mode == "one":
-            chosen_GSK = torch.ones_like(chosen_GSK)
+            one_GSK = torch.ones_like(chosen_GSK)
+            # A router that nothing trains has zero gradients, not None, as data-parallel training
+            # needs.
+            is_untrained = self.training and not self.loss_weights
+            chosen_GSK = one_GSK + 0 * chosen_GSK if is_untrained else one_GSK
         elif self.gate_mode == "renorm":
             chosen_GSK = chosen_GSK / chosen_GSK.sum(2, keepdim=True).clamp(min=1e-20)
         return chosen_GSK if self.route_scale == 1 else chosen_GSK * self.route_scale
