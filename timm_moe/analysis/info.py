@@ -23,7 +23,7 @@ class ModelInfo:
     name: str
     moe_layers: list[str]
     blocks: int  #: number of blocks that could hold an expert layer; in WideNet all share one
-    num_experts: int  #: experts in each layer
+    num_experts: int  #: experts in each layer; this and the next two are the first layer's
     top_k: int  #: experts that a token passes through in training
     routing_unit: str
     members: int  #: members of the ensemble inside the model; each routes its own tokens
@@ -91,7 +91,7 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
 def measure(model: nn.Module, name: str) -> ModelInfo:
     """Measure a model on the meta device, with experts or without; it is changed."""
     layers = list(moe_layers(model).values())
-    deployed_as_mean = bool(layers) and layers[0].deploys_dense
+    deployed_as_mean = bool(layers) and all(layer.deploys_dense for layer in layers)
     networks = {model.get_submodule(path) for path in ffn_paths(model)}
     deployed = to_dense(model) if deployed_as_mean else model
     return ModelInfo(
