@@ -155,6 +155,8 @@ def convert_to_moe(
         layer.path, layer.replaced = path, tuple(map(weakref.ref, chosen[path].parameters()))
         layer.train(chosen[path].training)
         put(model, path, chosen[path], layer)
+        every = model.named_modules(remove_duplicate=False)
+        layer.blocks = max(1, sum(module is layer for _, module in every))
     add_hooks(model, layers)
     return model
 

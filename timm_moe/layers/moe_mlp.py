@@ -45,8 +45,8 @@ class MoeMlp(Experts):
             :func:`timm_moe.convert_to_moe`.
         share_schedule: name of its schedule.
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
-        forwards_since_step: training forwards since the last step of an optimizer that trains the
-            layer.
+        blocks: number of blocks of its model that share the layer, as all do in WideNet.
+        calls_since_step: training calls since the last step of an optimizer that trains the layer.
         padding: (...) boolean, true for the rows of the next x that are no tokens; the model's
             blocks set it.
     """
@@ -55,7 +55,8 @@ class MoeMlp(Experts):
     share_rate: float = 0.0
     share_schedule: str = "early"
     is_averaged_by_hand = False
-    forwards_since_step = 0
+    blocks = 1
+    calls_since_step = 0
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
 
@@ -191,8 +192,8 @@ class MoeMlp(Experts):
             or in_backward()
         ):
             return
-        self.forwards_since_step += 1
-        if self.forwards_since_step != MOST_FORWARDS:
+        self.calls_since_step += 1
+        if self.calls_since_step != MOST_FORWARDS * self.blocks:
             return
         remedies = []
         whole = (
@@ -218,8 +219,8 @@ class MoeMlp(Experts):
             )
         if remedies:
             for layer in living(MoeMlp):  # the others of the model are about to say the same
-                if layer.forwards_since_step >= MOST_FORWARDS - 1:
-                    layer.forwards_since_step = MOST_FORWARDS
+                if layer.calls_since_step >= (MOST_FORWARDS - 1) * layer.blocks:
+                    layer.calls_since_step = MOST_FORWARDS * layer.blocks
             warnings.warn(
                 f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch "
                 "optimizer that holds their parameters took a step. If another optimizer trains "

@@ -49,7 +49,8 @@ class RouterTotals:
     forward costs no sum.
 
     Attributes:
-        forwards: records since the sums began.
+        forwards: records since the sums began, one for each call of the router.
+        taken: forwards of the model since then, whose losses are taken together.
         is_complete: whether an epoch has ended, so that the next record begins new sums.
         lost: forwards since the last optimizer step whose losses were dropped, as another forward
             began.
@@ -60,7 +61,7 @@ class RouterTotals:
         self._begin()
 
     def _begin(self) -> None:
-        self.forwards = 0
+        self.forwards = self.taken = 0
         self.is_complete = False
         self.losses: dict[str, Tensor] = {}
         self.load: Tensor | int = 0
@@ -107,7 +108,7 @@ class RouterTotals:
         )
 
     def not_finite(self) -> tuple[int, int]:
-        """Forwards with NaN or Inf in the logits, and all forwards, since the last call at most :data:`KEPT` before."""
+        """Calls with NaN or Inf in the logits, and all forwards, since the last look at most :data:`KEPT` before."""
         self._sum_up()
         bad, self._not_finite = int(self._not_finite), 0
-        return bad, self.forwards % KEPT or KEPT
+        return bad, self.taken % KEPT or KEPT
