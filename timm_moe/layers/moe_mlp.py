@@ -139,6 +139,12 @@ class MoeMlp(Experts):
         """Map each row of x, (..., D), to (..., width of the outputs), by the router's or by a given routing."""
         if isinstance(x, Proxy):
             return kept_whole(self, x)
+        if not isinstance(self.router, Router):  # a wrapper hides its losses from auxiliary_loss
+            raise ValueError(
+                f"The router of {self.path or 'an expert layer'} is a "
+                f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
+                "the targets and modules_to_save."
+            )
         return self.compute(x, routing)
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
@@ -165,12 +171,6 @@ class MoeMlp(Experts):
         return None if router.needs_whole_images else padding
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
-        if not isinstance(self.router, Router):  # a wrapper hides its losses from auxiliary_loss
-            raise ValueError(
-                f"The router of {self.path or 'an expert layer'} is a "
-                f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
-                "the targets and modules_to_save."
-            )
         self._count_forward()
         mode = current_mode()
         routing = self.router(x) if routing is None else routing
