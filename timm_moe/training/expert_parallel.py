@@ -70,7 +70,8 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
                 distribute_tensor(stacked.detach(), mesh, [Shard(0)]), stacked.requires_grad
             )
             layer.get_submodule(path).register_parameter(own, spread)
-        layer.dispatcher = (Dispatcher if isinstance(layer, EwaMlp) else AllToAllDispatcher)(mesh)
+        kind = Dispatcher if isinstance(layer, EwaMlp) else AllToAllDispatcher
+        layer.dispatcher = kind(mesh, layer.num_experts)
         if isinstance(layer, EwaMlp):
             layer.router.num_experts = layer.num_experts // mesh.size()
     return model
