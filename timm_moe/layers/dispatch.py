@@ -248,11 +248,7 @@ def queue(
     visit_GKS = None
     expert_GKS = expert_GSK.transpose(1, 2)
     if priority_GS is not None:
-        # Which has no stable sort, but a topk that takes the first of equal ones.
-        if mode is Mode.ONNX:
-            visit_GS = priority_GS.topk(rows, dim=1).indices
-        else:
-            visit_GS = priority_GS.argsort(dim=1, descending=True, stable=True)
+        visit_GS = largest(priority_GS, rows, mode)
         visit_GKS = visit_GS.unsqueeze(1).expand_as(expert_GKS)
         expert_GKS = expert_GKS.gather(2, visit_GKS)
     expert_GN = expert_GKS.reshape(groups, choices * rows)
@@ -268,6 +264,13 @@ def queue(
         return Queues(rank_GKS.transpose(1, 2), nothing_GE, nothing_GE)
     # A slice: torch.export would take an index that it computes for a constant.
     return Queues(rank_GKS.transpose(1, 2), count_GEN[..., :rows][..., -1], count_GEN[..., -1])
+
+
+def largest(x: Tensor, count: int, mode: Mode) -> Tensor:
+    """Places of the largest entries of the last dimension, the largest first, equal ones in their order."""
+    if mode is Mode.ONNX:  # which has no stable sort, but a topk that takes the first of equal ones
+        return x.topk(count, -1).indices
+    return x.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
 def assign(

@@ -216,7 +216,12 @@ class TopKRouter(RecordingRouter):
             is_noisy = self.noise_std and (self.training or self.noisy_in_eval)
             noisy_GBNE = with_noise(logits_GBNE, self.noise_std) if is_noisy else logits_GBNE
             gate_GBNE = self._gates(noisy_GBNE)
-            chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k, self.balancing_bias)
+            # A sigmoid of large logits is rounded to one; the logits have the same order.
+            by_logits = self.score == "sigmoid" and self.balancing_bias is None
+            ranked_GBNE = noisy_GBNE if by_logits else gate_GBNE
+            chosen_GBNK, choice_GBNK = _top_k(
+                gate_GBNE, self.top_k, ranked_GBNE, self.balancing_bias
+            )
             chosen_GSK, expert_GSK = (
                 chosen_GBNK.flatten(1, 2),
                 self._experts(choice_GBNK).flatten(1, 2),
@@ -512,15 +517,17 @@ def _mean(of_groups: Tensor) -> Tensor:
     return of_groups.squeeze(0) if of_groups.shape[0] == 1 else of_groups.mean()
 
 
-def _top_k(gate: Tensor, k: int, bias: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """Values and indices of the k largest entries of the last dimension; unlike topk, the first of equal ones.
+def _top_k(
+    gate: Tensor, k: int, ranked: Tensor, bias: nn.Module | None
+) -> tuple[Tensor, Tensor]:
+    """Gates and indices of the k largest ranked entries of the last dimension; unlike topk, the first of equal ones.
 
-    The choice is by the values with the bias, whose values are returned without it.
+    The choice is by the ranked values with the bias.
     """
-    if k == 1 and bias is None:
+    if k == 1 and bias is None and ranked is gate:
         return gate.max(-1, keepdim=True)
     chosen: list[Tensor] = []
-    rest = gate.detach() if bias is None else bias(gate.detach())
+    rest = ranked.detach() if bias is None else bias(ranked.detach())
     for number in range(k):  # ONNX has no stable sort
         if number:
             rest = rest.scatter(-1, chosen[-1], -torch.inf)
