@@ -33,6 +33,7 @@ from .checkpoints import swin_moe, vmoe
 from .checkpoints.source import ModelSpec, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .console import PrintableFormatter, describe, show
+from .convert.blocks import moe_layers
 from .export.export import Export, export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_apart, check_folder, check_writable, write_json
@@ -230,7 +231,7 @@ def _fewshot(args: argparse.Namespace) -> None:
 def _benefits(args: argparse.Namespace) -> None:
     """Print the share of a sparse teacher's gain over a dense model that its student keeps."""
     accuracies = {
-        role: _accuracy(getattr(args, role), args) for role in ("student", "teacher", "dense")
+        role: _accuracy(role, getattr(args, role), args) for role in ("student", "teacher", "dense")
     }
     kept = benefits_kept(**accuracies)
     for role, accuracy in accuracies.items():
@@ -238,8 +239,8 @@ def _benefits(args: argparse.Namespace) -> None:
     show(f"MoE benefits kept by the student: {kept:.1%}")
 
 
-def _accuracy(source: str, args: argparse.Namespace) -> float:
-    """Return the top-1 accuracy as a share: given in percent, or measured."""
+def _accuracy(role: str, source: str, args: argparse.Namespace) -> float:
+    """Return the top-1 accuracy of one of OneS's three models as a share: given in percent, or measured."""
     try:
         accuracy = float(source)
     except ValueError:
@@ -249,10 +250,14 @@ def _accuracy(source: str, args: argparse.Namespace) -> float:
             raise ValueError(
                 f"To measure {source} on images, name their folder with --data-dir."
             ) from None
-        images = image_folder(args.data_dir, args.split, args.class_map)
-        return evaluate([source], images, **_loading(args))["accuracy"]
-    if not 0 <= accuracy <= 100:
-        raise ValueError(f"An accuracy in percent lies between 0 and 100, got {source}.")
+        images, loading = image_folder(args.data_dir, args.split, args.class_map), _loading(args)
+        models, images = load_classifiers([source], images, **loading)
+        layers = moe_layers(models[0]).values()
+        if role != "teacher" and not all(layer.deploys_dense for layer in layers):
+            raise ValueError(f"{source} has routed experts: --{role} is a dense model.") from None
+        return evaluate(models, images, inference=loading["inference"])["accuracy"]
+    if not 1 <= accuracy <= 100:
+        raise ValueError(f"An accuracy in percent lies between 1 and 100, got {source}.")
     return accuracy / 100
 
 

@@ -407,13 +407,24 @@ def test_benefits_of_the_papers_table_2(capsys):
     assert (
         "To measure a.pth on images, name their folder with --data-dir" in capsys.readouterr().err
     )
-    for accuracy in ("nan", "757", "-1"):
+    for accuracy in ("nan", "757", "-1", "0.757"):
         assert (
             main(["benefits", f"--student={accuracy}", "--teacher", "77.5", "--dense", "72.8"]) == 1
         )
-        assert f"lies between 0 and 100, got {accuracy}" in capsys.readouterr().err
+        assert f"lies between 1 and 100, got {accuracy}" in capsys.readouterr().err
     assert main(["benefits", "--student", "70", "--teacher", "72.8", "--dense", "72.8"]) == 1
     assert "its experts bring nothing" in capsys.readouterr().err
+
+
+def test_a_student_has_no_experts(splits, tmp_path, capsys):
+    for name, kept in (("vit_tiny_moe", "student"), ("vit_tiny_ewa_moe", None)):
+        experts = timm.create_model(name, **SMALL_VIT)
+        file = save_as_train_py(tmp_path / f"{name}.pth", experts, name)
+        command = ["benefits", f"--student={file}", "--teacher=77.5", "--dense=72.8"]
+        options = [f"--data-dir={splits}", "--split=val", "-j", "0", "--device=cpu"]
+        assert main([*command, *options]) == (kept is not None)
+        told = "has routed experts: --student is a dense model" in capsys.readouterr().err
+        assert told == (kept is not None)
 
 
 def test_a_process_of_several_evaluates_by_itself(splits, model, monkeypatch):

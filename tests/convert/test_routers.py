@@ -20,7 +20,7 @@ from processes import run_code
 from torch import nn
 
 import timm_moe
-from timm_moe.analysis.info import model_info
+from timm_moe.analysis.info import measure, model_info
 from timm_moe.convert import registry
 from timm_moe.convert.built_in_routers import TopKOptions
 from timm_moe.convert.find import find_networks
@@ -95,6 +95,16 @@ def test_operations_are_those_of_an_even_spread():
     few, many = (model_info("vit_tiny_moe", num_experts=number).gflops for number in (3, 5))
     # Of the routers alone, in six layers.
     assert many - few == pytest.approx(2 * 192 * 2 * 197 * 6 / 1e9)
+
+
+def test_a_model_with_a_routed_layer_is_evaluated_with_its_experts(dense_vit):
+    model = timm_moe.convert_to_moe(dense_vit, moe_layers="1")
+    timm_moe.convert_to_moe(model, moe_layers="3", router="top_k", top_k=2)
+    info = measure(model.to("meta"), "mixed")
+    assert info.exported is None
+    assert (
+        set(timm_moe.moe_layers(model)) == set(info.moe_layers) == {"blocks.1.mlp", "blocks.3.mlp"}
+    )
 
 
 def test_a_spec_and_a_callable_need_no_name(dense_vit, images):

@@ -240,6 +240,15 @@ def test_wrapped_routers_are_refused(options):
         model(images_for("vit_tiny_moe"))
 
 
+def test_the_slots_of_soft_moe_are_no_target():
+    model = timm_moe.convert_to_moe(
+        timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="soft"
+    )
+    model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=["router.slots"], r=2))
+    with pytest.raises(ValueError, match="leave routers unwrapped"):
+        model(torch.randn(2, 3, 32, 32))
+
+
 def test_modules_as_targets_are_refused_by_peft():
     with pytest.raises(ValueError, match=r"Stacked.* is not supported"):
         adapt(create(), target_parameters=[], target_modules=["blocks.1.mlp.fc1"])

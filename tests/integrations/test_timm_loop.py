@@ -133,6 +133,24 @@ def test_resume_goes_on_bit_for_bit(tmp_path, sched):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("batch", [0, 1])
+def test_a_run_from_a_recovery_file_ends_at_the_end_of_the_schedule(tmp_path, batch, caplog):
+    """train.py goes on with the next epoch, and leaves out the rest of the one that was cut off."""
+    training = Training(tmp_path)
+    save_recovery = training.saver.save_recovery
+
+    def step_update(num_updates, metric):
+        if num_updates == batch + 1:
+            save_recovery(0, batch_idx=batch)
+
+    training.scheduler.step_update = step_update
+    training.run(epochs=1)
+    (file,) = tmp_path.glob("recovery*")
+    resumed = Training(tmp_path, resume=str(file)).run()
+    assert resumed.rates == FULL_RUN[3:]
+    assert not any("will not reach its end" in message for message in caplog.messages)
+
+
 def test_no_resume_opt_takes_the_place_in_the_schedule_from_the_epoch(tmp_path, caplog):
     Training(tmp_path).run(epochs=1)
     with caplog.at_level(logging.INFO):

@@ -72,6 +72,35 @@ def test_all_experts_have_equally_many_rows_and_rows_differ():
     assert len({int(count) for count in (experts < 4).sum(1)}) > 1
 
 
+@pytest.mark.parametrize("form", ["eager", "compiled", "exported", "traced"])
+def test_of_equal_rows_the_first_are_taken(form):
+    """As by the reference; the gates of experts with large logits are equal too."""
+    moe, x = layer(num_experts=2).eval().float(), torch.ones(2, 6, 5)
+    x[1] = 100 * torch.randn(6, 5)
+    torch.nn.init.eye_(moe.router.weight)
+    x[1, :, 0] = torch.arange(200.0, 206.0)
+    x[1, :, 1] = 0
+    router = Rows(moe.router)
+    if form == "compiled":
+        router = torch.compile(router, backend="aot_eager")
+    elif form == "exported":
+        router = torch.export.export(router, (x,), strict=False).module()
+    elif form == "traced":
+        router = torch.jit.trace(router, (x,))
+    rows = router(x)
+    assert rows[:6].tolist() == [0, 1, 2, 6, 7, 8]
+    assert rows[6:9].tolist() == [0, 1, 2]
+
+
+class Rows(torch.nn.Module):
+    def __init__(self, router):
+        super().__init__()
+        self.router = router
+
+    def forward(self, x):
+        return self.router(x).token_indices
+
+
 def test_noise_is_of_training_alone():
     moe = layer(noise_std=1.0)
     x = torch.randn(2, 8, 5, dtype=torch.float64)

@@ -180,6 +180,23 @@ def test_every_expert_and_the_router_have_a_gradient_even_without_rows():
     assert layer.fc1.weight.grad.abs().sum((1, 2)).count_nonzero() == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(top_k=3, gate_mode="one"),
+        dict(top_k=3, gate_mode="one", score="sigmoid"),
+        dict(top_k=3, gate_mode="one", score="sigmoid", bias_rate=0.1),
+    ],
+)
+def test_a_router_that_nothing_trains_has_a_gradient_of_zero(options):
+    """DistributedDataParallel refuses the second step of a model with a parameter that has none."""
+    layer = routed(num_experts=3, **options)
+    layer(torch.randn(2, 4, 5)).sum().backward()
+    torch.testing.assert_close(
+        layer.router.weight.grad, torch.zeros_like(layer.router.weight), rtol=0, atol=1e-6
+    )
+
+
 def test_large_capacity_and_none_drop_nothing():
     x = torch.randn(2, 30, 5)
     layer = routed(top_k=2, capacity_factor=None)

@@ -158,3 +158,11 @@ def test_by_name():
 def test_where_it_is_refused(name, options, message):
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         timm.create_model(name, **SMALL_VIT, **options)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_sigmoids_that_are_rounded_to_one_are_chosen_by_their_logits(top_k):
+    moe = layer(top_k=top_k, score="sigmoid").float()
+    torch.nn.init.eye_(moe.router.weight)
+    x = torch.tensor([[17.0, 30.0, 40.0, 20.0, 0.0]])
+    assert moe.router(x).experts().tolist() == [[2, 1][:top_k]]

@@ -1,11 +1,14 @@
 """Registered names and every road by which weights reach them."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import timm
 import torch
-from common import OPTIONS, SMALL_VIT, make_model
+from common import FAMILIES as KINDS
+from common import OPTIONS, SMALL_VIT, family, make_model
+from devices import equal_slots
 from processes import run_code
 from safetensors.torch import save_file
 from timm.layers import set_fused_attn
@@ -462,3 +465,15 @@ def test_the_short_and_the_long_name_are_one_model():
         is type(timm_moe.to_dense(short))
         is timm.models.VisionTransformer
     )
+
+
+@pytest.mark.parametrize("slots", [nullcontext, equal_slots])
+def test_a_batch_without_images(slots):
+    """A process may get one, as the last of an epoch; the others wait for its gradients."""
+    for name in KINDS:
+        model, images = family(name), torch.randn(0, 3, 32, 32)
+        with slots():
+            (model(images).sum() + timm_moe.auxiliary_loss(model)).backward()
+            assert model.eval()(images).shape == (0, 5), name
+        for path, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter)), (name, path)

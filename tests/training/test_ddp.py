@@ -197,3 +197,24 @@ def routed_worker(rank, folder, name, compiled):
 )
 def test_routed_experts_get_the_gradients_of_the_whole_batch(tmp_path, name, compiled):
     run_ranks(routed_worker, (str(tmp_path), name, compiled), 2)
+
+
+def control_worker(rank, folder):
+    join_group(rank, folder)
+    torch.manual_seed(0)
+    options = dict(num_experts=2, top_k=2, gate_mode="one", aux_loss_weight=0)
+    model = timm.create_model("vimoe_s14", **options, **SMALL_VIT)
+    before = copy.deepcopy(model.state_dict())
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    for _ in range(2):
+        model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, tensor in model.module.state_dict().items():
+        assert torch.equal(tensor, before[name]) == name.endswith("router.weight"), name
+    torch.distributed.destroy_process_group()
+
+
+def test_the_dense_control_of_vimoe_trains(tmp_path):
+    run_ranks(control_worker, (str(tmp_path),), 2)

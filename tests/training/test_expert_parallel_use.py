@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -31,7 +32,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import timm_moe
-from timm_moe.layers import EwaMlp, MoeMlp, Router, TopKRouter, routing_to
+from timm_moe.layers import (
+    EwaMlp,
+    ExpertChoiceRouter,
+    MoeMlp,
+    Router,
+    TopKRouter,
+    routing_to,
+)
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 EWA, ROUTED = "vit_tiny_ewa_moe", "vit_tiny_moe"
@@ -102,6 +110,26 @@ def own_experts_worker(rank, folder):
 
 def test_each_process_computes_its_own_experts_in_equal_slots(tmp_path):
     run_ranks(own_experts_worker, (str(tmp_path),), 2)
+
+
+def empty_worker(rank, folder):
+    """A process without images does not stop the other, whatever the form of the experts' input."""
+    join_group(rank, folder)
+    torch.manual_seed(0)
+    layer = MoeMlp(Mlp(5, 6), ExpertChoiceRouter(5, 4, noise_std=0.0), 4, "independent")
+    whole = copy.deepcopy(layer)
+    timm_moe.parallelize_experts(nn.ModuleDict({"mlp": layer}), init_device_mesh("cpu", (2,)))
+    x = torch.randn(rank, 8, 5)
+    for slots in (nullcontext, equal_slots):
+        with slots():
+            y = layer(x)
+            y.sum().backward()
+        torch.testing.assert_close(y, whole(x))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_without_images(tmp_path):
+    run_ranks(empty_worker, (str(tmp_path),), 2)
 
 
 class ByProcess(Router):

@@ -109,6 +109,17 @@ def test_experts_that_an_unseen_optimizer_trains_are_told_of_once(ewa_vit, kind,
     assert "auxiliary_loss" not in told[0]
 
 
+def test_a_layer_that_blocks_share_is_told_of_after_as_many_forwards(few_forwards):
+    model = routed_model("widenet_b", share_rate=0.1, aux_loss_weight=0.0)
+    told = []
+    for _ in range(4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.randn(1, 3, 32, 32)).sum().backward()
+        told.append(len(caught))
+    assert told == [0, 0, 1, 0]
+
+
 def test_losses_that_nobody_adds_for_an_unseen_optimizer_are_told_of_once(few_forwards):
     layers = layers_alone(routed_model())
     told = warnings_of(layers, Own(layers).step)

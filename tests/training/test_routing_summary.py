@@ -149,7 +149,10 @@ def test_the_end_of_an_epoch_looks_for_not_a_number_too(caplog):
     timm_moe.auxiliary_loss(model)
     scheduler.step(1)
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    expected = "The router of {} had NaN or Inf in its logits in 1 of the last 1 training forwards."
+    expected = (
+        "The router of {} had NaN or Inf in its logits in 1 of its calls in the last 1 training "
+        "forwards."
+    )
     assert warned == [expected.format(f"blocks.{block}.mlp") for block in (1, 3)]
 
 
@@ -166,6 +169,19 @@ def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_nam
         assert caplog.messages == [], forward
         task(images[:2], targets[:2])
     assert caplog.messages == [
-        "The router of blocks.3.mlp had NaN or Inf in its logits in 49 of the last 50 training "
-        "forwards."
+        "The router of blocks.3.mlp had NaN or Inf in its logits in 49 of its calls in the "
+        "last 50 training forwards."
     ]
+
+
+def test_calls_of_a_layer_that_blocks_share_are_one_forward(caplog, monkeypatch):
+    """Each look for NaN waits for the device."""
+    model = routed_model("widenet_b", num_experts=2)
+    looks = []
+    monkeypatch.setattr(router_losses, "_warn_of_not_finite", looks.append)
+    for _ in range(KEPT):
+        assert looks == []
+        model(batch()[0][:1])
+        timm_moe.auxiliary_loss(model)
+    assert looks == [model.blocks[0].mlp]
+    assert timm_moe.routing_summary(model)["blocks.0.mlp"].load == pytest.approx([0.5] * 2, abs=0.4)

@@ -26,7 +26,7 @@ class ModelInfo:
     name: str
     moe_layers: list[str]
     blocks: int  #: number of blocks that could hold an expert layer; in WideNet all share one
-    num_experts: int  #: experts in each layer
+    num_experts: int  #: experts in each layer; this and the next two are the first layer's
     top_k: int  #: experts that a token passes through in training
     routing_unit: str
     members: int  #: members of the ensemble inside the model; each routes its own tokens

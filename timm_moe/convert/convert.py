@@ -157,6 +157,8 @@ def convert_to_moe(
         layer.replaced = tuple(weakref.ref(parameter) for parameter in ffn.parameters())
         layer.train(ffn.training)
         put(model, path, ffn, layer)
+        every = model.named_modules(remove_duplicate=False)
+        layer.blocks = max(1, sum(module is layer for _, module in every))
     add_hooks(model, layers)
     return model
 

@@ -189,16 +189,20 @@ class _RunAveraging(ExpertWeightAveraging):
             )
 
     def seek_start(self, updates: int) -> None:
-        """Take the position of the scheduler for the run's start, if training has not begun."""
-        if updates % self.updates_per_epoch == 0:  # A run starts at the beginning of an epoch.
-            self.seek(updates)
+        """Take the position of the scheduler for the start of the run, if training has not begun.
+
+        It goes before a count that came with the optimizer: train.py leaves out the rest of the
+        epoch in which a recovery file was written, and another batch size makes other updates.
+        """
+        if not self.started and updates and updates % self.updates_per_epoch == 0:
+            self.go_to(updates)  # runs start with an epoch
 
 
 def _at_scheduler_step(method: Any, position: str) -> Any:
     """Let the averaging start where train.py starts a scheduler, and log the routing of each epoch.
 
-    After ``--resume`` the count comes with the optimizer's state. After ``--no-resume-opt`` or
-    ``--start-epoch`` the call of the scheduler's method is the only trace of it.
+    That call says where a run starts that is resumed; without a scheduler the count comes with the
+    optimizer's state.
 
     Args:
         method: the scheduler's ``step`` or ``step_update``.
@@ -212,10 +216,10 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
         if is_epoch:
             router_losses.log_epoch(self.optimizer)
         if isinstance(averaging, _RunAveraging):
-            if is_epoch:
-                averaging.end_epoch(self.optimizer)
             reached = args[0] if args else kwargs[position]
             averaging.seek_start(reached * averaging.updates_per_epoch if is_epoch else reached)
+            if is_epoch:
+                averaging.end_epoch(self.optimizer)
         method(self, *args, **kwargs)
 
     return observe_and_call

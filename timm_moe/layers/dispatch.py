@@ -304,11 +304,7 @@ def queue(
     visit_GKS = None
     expert_GKS = expert_GSK.transpose(1, 2)
     if priority_GS is not None:
-        # ONNX has no stable sort, but a topk that takes the first of equal entries.
-        if mode is Mode.ONNX:
-            visit_GS = priority_GS.topk(rows, dim=1).indices
-        else:
-            visit_GS = priority_GS.argsort(dim=1, descending=True, stable=True)
+        visit_GS = largest(priority_GS, rows, mode)
         visit_GKS = visit_GS.unsqueeze(1).expand_as(expert_GKS)
         expert_GKS = expert_GKS.gather(2, visit_GKS)
     expert_GN = expert_GKS.reshape(groups, choices * rows)
@@ -325,6 +321,13 @@ def queue(
     # The last entry of a slice is taken, since torch.export would take a computed index for a
     # constant.
     return Queues(rank_GKS.transpose(1, 2), count_GEN[..., :rows][..., -1], count_GEN[..., -1])
+
+
+def largest(x: Tensor, count: int, mode: Mode) -> Tensor:
+    """Places of the largest entries of the last dimension, the largest first, equal ones in their order."""
+    if mode is Mode.ONNX:  # which has no stable sort, but a topk that takes the first of equal ones
+        return x.topk(count, -1).indices
+    return x.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
 def assign(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_integer, check_number
-from .dispatch import Routing, equal_runs, expert_capacity, images_of_group
+from .dispatch import Routing, equal_runs, expert_capacity, images_of_group, largest
 from .functional import current_mode, no_autocast
 from .router import Router, linear_logits, with_noise
 
@@ -20,7 +20,7 @@ GATE_MODES = ("prob", "renorm")
 class ExpertChoiceRouter(Router):
     """Router in which each expert takes the C rows of a group with its largest gates (section 3.2).
 
-    All experts have equally many rows, so there is no loss. A row goes to none, one or several
+    Of equal gates the first rows are taken. All experts have equally many rows, so there is no loss. A row goes to none, one or several
     experts. Gates are the softmax over all experts, in float32 at least, under autocast too.
 
     Args:
@@ -93,12 +93,14 @@ class ExpertChoiceRouter(Router):
         capacity = expert_capacity(
             size, self.num_experts, self.capacity_factor, "round", multiple_of=1, most=size
         )
+        mode = current_mode()
         with no_autocast(x):
             logits_GSE = linear_logits(x.reshape(groups, size, x.shape[-1]), self.weight)
             if self.noise_std and self.training:
                 logits_GSE = with_noise(logits_GSE, self.noise_std)
-            gate_GSE = logits_GSE.softmax(2)
-            gate_GEC, row_GEC = gate_GSE.transpose(1, 2).topk(capacity, 2)
+            gate_GES = logits_GSE.softmax(2).transpose(1, 2)
+            row_GEC = largest(gate_GES.detach(), capacity, mode)
+            gate_GEC = gate_GES.gather(2, row_GEC)
 
         first_row_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * size
         token_N = (first_row_G11 + row_GEC).transpose(0, 1).flatten()
@@ -114,7 +116,7 @@ class ExpertChoiceRouter(Router):
             slots=slot_N,
             starts=torch.searchsorted(sorted_N, torch.arange(groups * size, device=x.device)),
             gates=gate_N,
-            **equal_runs(self.num_experts, groups * capacity, x.device, current_mode()),
+            **equal_runs(self.num_experts, groups * capacity, x.device, mode),
         )
 
     def extra_repr(self) -> str:

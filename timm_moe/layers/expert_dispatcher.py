@@ -20,10 +20,12 @@ class Dispatcher:
     Args:
         mesh: a ``torch.distributed.device_mesh.DeviceMesh`` of one dimension. Its process r holds
             experts r L to (r + 1) L - 1.
+        num_experts: E.
     """
 
-    def __init__(self, mesh: Any):
+    def __init__(self, mesh: Any, num_experts: int):
         self.mesh = mesh
+        self.num_experts = num_experts
 
     # A copy of a layer belongs to the same processes.
     def __deepcopy__(self, memo: dict[int, Any]) -> "Dispatcher":
@@ -90,7 +92,7 @@ class AllToAllDispatcher(Dispatcher):
         processes = self.mesh.size()
         if end is None:
             assert capacity is not None
-            sent_E = torch.full((x_ND.shape[0] // max(capacity, 1),), capacity, device=x_ND.device)
+            sent_E = torch.full((self.num_experts,), capacity, device=x_ND.device)
         else:
             sent_E = end.diff(prepend=end.new_zeros(1))
 

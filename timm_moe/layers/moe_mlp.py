@@ -45,8 +45,8 @@ class MoeMlp(Experts):
             :func:`timm_moe.convert_to_moe`.
         share_schedule: name of the schedule of that rate.
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
-        forwards_since_step: training forwards since the last step of an optimizer that trains the
-            layer.
+        blocks: number of blocks of its model that share the layer, as all do in WideNet.
+        calls_since_step: training calls since the last step of an optimizer that trains the layer.
         padding: (...) boolean, true for the rows of the next x that are padding; the model's blocks
             set it.
 
@@ -58,7 +58,8 @@ class MoeMlp(Experts):
     share_rate: float = 0.0
     share_schedule: str = "early"
     is_averaged_by_hand = False
-    forwards_since_step = 0
+    blocks = 1
+    calls_since_step = 0
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
 
@@ -157,6 +158,12 @@ class MoeMlp(Experts):
         """
         if isinstance(x, Proxy):
             return kept_whole(self, x)
+        if not isinstance(self.router, Router):  # a wrapper hides its losses from auxiliary_loss
+            raise ValueError(
+                f"The router of {self.path or 'an expert layer'} is a "
+                f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
+                "the targets and modules_to_save."
+            )
         return self.compute(x, routing)
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
@@ -195,12 +202,6 @@ class MoeMlp(Experts):
 
     def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map rows (..., D), without padding, by the router's or by a given routing."""
-        if not isinstance(self.router, Router):  # a wrapper hides its losses from auxiliary_loss
-            raise ValueError(
-                f"The router of {self.path or 'an expert layer'} is a "
-                f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
-                "the targets and modules_to_save."
-            )
         self._count_forward()
         mode = current_mode()
         routing = self.router(x) if routing is None else routing
@@ -222,14 +223,14 @@ class MoeMlp(Experts):
             or in_backward()
         ):
             return
-        self.forwards_since_step += 1
-        if self.forwards_since_step != MOST_FORWARDS:
+        self.calls_since_step += 1
+        if self.calls_since_step != MOST_FORWARDS * self.blocks:
             return
         remedies = self._remedies()
         if remedies:
             for layer in living(MoeMlp):  # The model's other layers are about to say the same.
-                if layer.forwards_since_step >= MOST_FORWARDS - 1:
-                    layer.forwards_since_step = MOST_FORWARDS
+                if layer.calls_since_step >= (MOST_FORWARDS - 1) * layer.blocks:
+                    layer.calls_since_step = MOST_FORWARDS * layer.blocks
             warnings.warn(
                 f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch "
                 "optimizer that holds their parameters took a step. If another optimizer trains "

@@ -52,7 +52,8 @@ class RouterTotals:
     them or someone asks for a sum, so that a forward needs no sum.
 
     Attributes:
-        forwards: records since the sums began.
+        forwards: records since the sums began, one for each call of the router.
+        taken: forwards of the model since then, whose losses are taken together.
         is_complete: whether an epoch has ended, so that the next record begins new sums.
         lost: forwards since the last optimizer step whose losses were dropped, as another forward
             began.
@@ -63,7 +64,7 @@ class RouterTotals:
         self._begin()
 
     def _begin(self) -> None:
-        self.forwards = 0
+        self.forwards = self.taken = 0
         self.is_complete = False
         self.losses: dict[str, Tensor] = {}
         self.load: Tensor | int = 0
@@ -112,11 +113,11 @@ class RouterTotals:
         )
 
     def not_finite(self) -> tuple[int, int]:
-        """Return the number of forwards with NaN or Inf in the logits, and of all forwards.
+        """Return the number of calls with NaN or Inf in the logits, and of all forwards.
 
-        Both count from the last call, which was at most :data:`KEPT` forwards before.
+        Both count from the last look, which was at most :data:`KEPT` forwards before.
         """
         self._sum_up()
         bad = int(self._not_finite)
         self._not_finite = 0
-        return bad, self.forwards % KEPT or KEPT
+        return bad, self.taken % KEPT or KEPT

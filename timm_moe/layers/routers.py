@@ -224,7 +224,12 @@ class TopKRouter(RecordingRouter):
             is_noisy = self.noise_std and (self.training or self.noisy_in_eval)
             noisy_GBNE = with_noise(logits_GBNE, self.noise_std) if is_noisy else logits_GBNE
             gate_GBNE = self._gates(noisy_GBNE)
-            chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k, self.balancing_bias)
+            # A sigmoid of large logits is rounded to one; the logits have the same order.
+            by_logits = self.score == "sigmoid" and self.balancing_bias is None
+            ranked_GBNE = noisy_GBNE if by_logits else gate_GBNE
+            chosen_GBNK, choice_GBNK = _top_k(
+                gate_GBNE, self.top_k, ranked_GBNE, self.balancing_bias
+            )
             chosen_GSK, expert_GSK = (
                 chosen_GBNK.flatten(1, 2),
                 self._experts(choice_GBNK).flatten(1, 2),
@@ -259,7 +264,11 @@ class TopKRouter(RecordingRouter):
     def _factors(self, chosen_GSK: Tensor) -> Tensor:
         """Return the factors of the chosen experts' outputs, from their gates."""
         if self.gate_mode == "one":
-            chosen_GSK = torch.ones_like(chosen_GSK)
+            one_GSK = torch.ones_like(chosen_GSK)
+            # A router that nothing trains has zero gradients, not None, as data-parallel training
+            # needs.
+            is_untrained = self.training and not self.loss_weights
+            chosen_GSK = one_GSK + 0 * chosen_GSK if is_untrained else one_GSK
         elif self.gate_mode == "renorm":
             chosen_GSK = chosen_GSK / chosen_GSK.sum(2, keepdim=True).clamp(min=1e-20)
         return chosen_GSK if self.route_scale == 1 else chosen_GSK * self.route_scale
@@ -556,16 +565,16 @@ def _mean(of_groups: Tensor) -> Tensor:
     return of_groups.squeeze(0) if of_groups.shape[0] == 1 else of_groups.mean()
 
 
-def _top_k(gate: Tensor, k: int, bias: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """Return values and indices of the k largest entries of the last dimension.
+def _top_k(gate: Tensor, k: int, ranked: Tensor, bias: nn.Module | None) -> tuple[Tensor, Tensor]:
+    """Return gates and indices of the k largest ranked entries of the last dimension.
 
     Unlike torch's topk it takes the first of equal entries. With a bias the choice is by the biased
-    values, but the values are returned without the bias.
+    ranked values.
     """
-    if k == 1 and bias is None:
+    if k == 1 and bias is None and ranked is gate:
         return gate.max(-1, keepdim=True)
     chosen: list[Tensor] = []
-    rest = gate.detach() if bias is None else bias(gate.detach())
+    rest = ranked.detach() if bias is None else bias(ranked.detach())
     for number in range(k):  # This takes the place of a stable sort, which ONNX lacks.
         if number:
             rest = rest.scatter(-1, chosen[-1], -torch.inf)

@@ -326,11 +326,15 @@ class ExpertWeightAveraging:
 
         The call does nothing if a step has been taken or the optimizer's state had a count.
         """
-        if self.started or self.updates:
-            return
+        if not self.started and not self.updates:
+            self.go_to(updates)
+
+    def go_to(self, updates: int) -> None:
+        """Continue after this many updates."""
         self._is_sought = True
+        is_new = updates != self.updates
         self._count.fill_(updates)
-        if updates and is_primary():
+        if is_new and is_primary():
             _logger.info(
                 f"EWA: the share rate continues after update {updates} of {self.total_updates}."
             )

@@ -46,10 +46,10 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
         layer.replaced += tuple(map(weakref.ref, old))
         _spread(layer, mesh)
         if isinstance(layer, EwaMlp):
-            layer.dispatcher = Dispatcher(mesh)
+            layer.dispatcher = Dispatcher(mesh, layer.num_experts)
             layer.router.num_experts = layer.num_experts // mesh.size()
         else:
-            layer.dispatcher = AllToAllDispatcher(mesh)
+            layer.dispatcher = AllToAllDispatcher(mesh, layer.num_experts)
     return model
 
 

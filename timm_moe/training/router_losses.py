@@ -147,7 +147,9 @@ def _keep_statistics(taken: list[tuple[Any, RouterRecord]]) -> None:
         losses = dict(zip(record.losses, checked, strict=True)) if record.losses else {}
         totals: RouterTotals = layer.router.totals
         totals.add(ForwardStatistics(losses, next(loads), record.capacity, checked))
-        if totals.forwards % KEPT == 0:
+    for layer in dict.fromkeys(layer for layer, _ in taken):  # several blocks may call one
+        layer.router.totals.taken += 1
+        if layer.router.totals.taken % KEPT == 0:
             _warn_of_not_finite(layer)
 
 
@@ -161,7 +163,7 @@ def _warn_of_not_finite(layer: Any) -> None:
     if bad:
         _logger.warning(
             f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in "
-            f"{bad} of the last {forwards} training forwards."
+            f"{bad} of its calls in the last {forwards} training forwards."
         )
 
 

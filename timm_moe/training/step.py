@@ -54,7 +54,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     if averaging is not None:
         averaging.begin_step(optimizer, held)
     for layer in trained:
-        layer.forwards_since_step = 0
+        layer.calls_since_step = 0
     _warn_without_averaging(optimizer, averaging, layers)
 
     end_forwards(optimizer, trained, others)

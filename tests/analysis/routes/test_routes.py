@@ -19,6 +19,7 @@ from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.routes.outputs import display_order, plot
 from timm_moe.analysis.routes.statistics import (
+    RouterWatcher,
     Routes,
     collect_routes,
     patch_grid,
@@ -86,6 +87,28 @@ def test_shares_are_those_of_the_largest_logits(splits, name, options, unit):
         )
         assert router.eval_capacity_factor == options.get("eval_capacity_factor")
         assert not router._forward_hooks
+
+
+def test_watching_noisy_routers_changes_nothing_and_sees_the_choices_that_were_made():
+    options = dict(num_experts=4, moe_layers="1,3", ensemble="tiling", noise_std=8.0)
+    model = make_model("vmoe_pbe_s32", **options, eval_capacity_factor=0.3)
+    x = torch.randn(4, 3, 32, 32)
+
+    def run():
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            return model(x), torch.randn(1)
+
+    alone, next_draw = run()
+    with RouterWatcher(moe_layers(model)) as watcher:
+        watched, draw = run()
+        calls = watcher.end_batch(torch.zeros(4, dtype=torch.long))
+    assert torch.equal(watched, alone)
+    assert torch.equal(draw, next_draw)
+    for call in calls:
+        is_kept = call.kept_TK != 4
+        assert not is_kept.all()
+        assert torch.equal(call.chosen_TK[is_kept], call.kept_TK[is_kept])
 
 
 @pytest.mark.parametrize(
