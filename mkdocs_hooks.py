@@ -69,7 +69,7 @@ def on_page_markdown(markdown, page, files, **_):
 
 
 def on_page_content(html, **_):
-    """Turn roles of reStructuredText in docstrings, as :class:`Experts`, into links to the reference."""
+    """Turn roles of docstrings, as :class:`Experts`, into links to the reference."""
     packages = reversed(PACKAGES.values())  # timm_moe itself last: its exports are described there
     known = {
         name: f"{package}.{name}" for package in packages for name in exports(folder_of(package))
@@ -87,7 +87,8 @@ def included(path):
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".ipynb"):
         name = posixpath.basename(path)
-        return f'{notebook(json.loads(text))}\n\nThis page is a notebook: <a href="{name}" download>{name}</a>.\n'
+        link = f'<a href="{name}" download>{name}</a>'
+        return f"{notebook(json.loads(text))}\n\nThis page is a notebook: {link}.\n"
     return text if path.endswith(".md") else f"# {path}\n\n```python\n{text}```\n"
 
 

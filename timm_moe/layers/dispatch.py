@@ -324,8 +324,11 @@ def queue(
 
 
 def largest(x: Tensor, count: int, mode: Mode) -> Tensor:
-    """Places of the largest entries of the last dimension, the largest first, equal ones in their order."""
-    if mode is Mode.ONNX:  # which has no stable sort, but a topk that takes the first of equal ones
+    """Return the places of the largest entries of the last dimension, the largest first.
+
+    Equal entries keep their order.
+    """
+    if mode is Mode.ONNX:  # It has no stable sort, but its topk takes the first of equal entries.
         return x.topk(count, -1).indices
     return x.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
