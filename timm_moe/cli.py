@@ -240,7 +240,7 @@ def _benefits(args: argparse.Namespace) -> None:
 
 
 def _accuracy(role: str, source: str, args: argparse.Namespace) -> float:
-    """Return the top-1 accuracy of one of OneS's models, given in percent or measured, as a share."""
+    """Return the top-1 accuracy of one of OneS's models as a share; in files it is measured."""
     try:
         accuracy = float(source)
     except ValueError:
