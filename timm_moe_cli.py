@@ -34,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     version_file = Path(__file__).with_name("timm_moe") / "version.py"
     version = runpy.run_path(str(version_file))["__version__"]
     parser.add_argument("--version", action="version", version=f"timm_moe {version}")
+    parser.add_argument(
+        "--debug", action="store_true", help="after an error, print where in the code it arose"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (text, add_options) in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
@@ -345,7 +348,7 @@ def _add_data_options(parser: argparse.ArgumentParser, **data_dir: Any) -> None:
 
 
 def _add_spec_options(parser: argparse.ArgumentParser) -> None:
-    absent = "only for files that do not say it themselves; train.py's checkpoints do"
+    absent = "goes before what files say; needed where they say nothing, as files of weights"
     model = parser.add_argument_group("model", absent)
     name = "registered name, or what describes it: local-dir:FOLDER, hf-hub:USER/NAME"
     model.add_argument("--model", metavar="NAME", help=name)

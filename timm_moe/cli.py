@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         with client_output():
             COMMANDS[args.command](args)
     except Exception as error:
+        if args.debug:
+            traceback.print_exc()
         print(f"timm-moe: error: {describe(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -47,4 +47,9 @@ def describe(error: Exception) -> str:
     text = printable(" ".join(str(error).split()))
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__} {text}".strip()
-    return text if len(text) <= 500 else text[:500] + " ..."
+    return shortened(text, 500)
+
+
+def shortened(text: str, length: int) -> str:
+    """Cut a text to a number of letters, and mark where it was cut."""
+    return text if len(text) <= length else text[:length] + " ..."

@@ -16,8 +16,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
-from ..console import describe
-from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
+from ..console import describe, shortened
+from ..convert.blocks import copy_sharing_tensors, unwrapped
 from ..convert.dense import require_weights
 from ..model_config import (
     check_preprocessing,
@@ -209,25 +209,20 @@ def _warn_of_one_kind(name: str) -> None:
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     weights = weights_in(checkpoint, path, use_ema)
-    with _train_args_of(path):
+    with _refusing_damaged_arguments(path):
         trained = args_of_train_py(checkpoint)
         train_args = trained or ({} if spec.name else args_of_import(path))
     name = spec.name or _stated_name(train_args, path)
-    blueprint, weights, missing = _first_fitting(
-        name, _describe_file(name, train_args, spec, path), weights, path
-    )
-    # A dense checkpoint has no routers: they stay as drawn.
+    candidates = _candidates(name, train_args, spec, path)
+    blueprint, weights, missing = _first_fitting(name, candidates, weights, path)
     model = _loaded(blueprint, weights, path, is_whole=not missing)
-    _warn_of_untrained_routers(model, weights, path, name)
-
-    is_guess = not train_args and not name.startswith(SOURCE_PREFIXES) and "." not in name
-    origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
-    with _train_args_of(path):
-        origins |= dict.fromkeys(state_preprocessing(model, train_args), "train.py's arguments")
-    _prepare(model, spec, origins, str(path), name)
-    _keep_args_of_images(model, train_args, path)
+    if missing:  # A dense checkpoint has no routers: they stay as drawn.
+        _logger.warning(
+            f"{path} holds a dense model: the routers of {name} are untrained, its experts made of "
+            "it."
+        )
+    _state_images(model, name, train_args, spec, path)
     _drop_class_names(model)
-
     model.origin = Origin(  # type: ignore[assignment]
         str(path),
         train_args=trained,
@@ -238,6 +233,24 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     return model
 
 
+def _state_images(
+    model: nn.Module, name: str, train_args: dict[str, Any], spec: ModelSpec, path: Path
+) -> None:
+    """Write to the model's config how train.py prepared images, and what the user states."""
+    # A name with a tag says by which weights, and so by which preprocessing, training began.
+    is_guess = not train_args and not name.startswith(SOURCE_PREFIXES) and "." not in name
+    origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
+    try:
+        stated = state_preprocessing(model, train_args)
+    except ValueError as error:
+        raise ValueError(f"The arguments of train.py in {path} do not fit: {error}") from error
+    except Exception as error:
+        raise _damaged_arguments(path, error) from error
+    origins |= dict.fromkeys(stated, "train.py's arguments")
+    _prepare(model, spec, origins, str(path), name)
+    _keep_args_of_images(model, train_args, path)
+
+
 def _drop_class_names(model: nn.Module) -> None:
     """Remove class names, which may be those of the weights that training started from."""
     cfg = get_pretrained_cfg(model)
@@ -245,58 +258,64 @@ def _drop_class_names(model: nn.Module) -> None:
     set_pretrained_cfg(model, kept)
 
 
-def _describe_file(
+def _candidates(
     name: str, train_args: Mapping[str, Any], spec: ModelSpec, path: Path
-) -> list[Blueprint]:
+) -> dict[str, Blueprint]:
     """List the models that train.py may have made of its arguments, the likeliest first.
 
-    If images have a size and it is no argument itself, the first model is made for that size.
+    ``--img-size`` is the size of the images, and the model's only where its class has such an
+    argument. The keys say in messages which size a model has, if there are two.
     """
     blueprint = _blueprint(name, spec)
-    with _train_args_of(path):
+    with _refusing_damaged_arguments(path):
         used, image = model_arguments(train_args)
         stated = {option: value for option, value in used.items() if option not in spec.args()}
     check_arguments(blueprint.architecture, stated, path)
     plain = {**blueprint.args, **stated, **spec.args()}
-    blueprints = [replace(blueprint, args=plain)]
+    of_own_size = replace(blueprint, args=plain)
 
-    takes_size = "img_size" not in {**stated, **spec.args()}
-    if image and takes_size and "img_size" in architecture_arguments(blueprint.architecture):
-        check_arguments(blueprint.architecture, {"img_size": image}, path)
-        blueprints.insert(0, replace(blueprint, args={**plain, "img_size": image}))
-    return blueprints
+    is_size_open = "img_size" not in {**stated, **spec.args()}
+    takes_size = "img_size" in architecture_arguments(blueprint.architecture)
+    if not (image and is_size_open and takes_size):
+        return {"": of_own_size}
+    check_arguments(blueprint.architecture, {"img_size": image}, path)
+    of_image_size = replace(blueprint, args={**plain, "img_size": image})
+    return {f"with img_size={image}": of_image_size, "with its own image size": of_own_size}
 
 
 def _first_fitting(
-    name: str, blueprints: list[Blueprint], weights: dict[str, Tensor], path: Path
+    name: str, candidates: dict[str, Blueprint], weights: dict[str, Tensor], path: Path
 ) -> tuple[Blueprint, dict[str, Tensor], set[str]]:
-    """Find the first description that fits weights; see :func:`_fitted`.
+    """Find the first of the candidates that fits weights; see :func:`_fitted`.
 
     Raises:
-        ValueError: if none does; it tells of the first.
+        ValueError: if none does; it tells of each what was tried.
     """
-    problems: list[Exception] = []
-    for blueprint in blueprints:
+    problems: dict[str, str] = {}
+    for described, blueprint in candidates.items():
         try:
             return blueprint, *_fitted(name, blueprint, weights, path)
         except (ValueError, RuntimeError) as error:
-            problems.append(error)
+            problems[described] = first_problem(error)
+            last = error
 
-    if isinstance(problems[0], ValueError):
-        raise problems[0]
-    raise ValueError(
-        f"The weights in {path} do not fit {name}: {first_problem(problems[0])}"
-    ) from problems[0]
+    if len(set(problems.values())) == 1:
+        told = next(iter(problems.values()))
+    else:
+        told = "; ".join(f"{described}: {problem}" for described, problem in problems.items())
+    raise ValueError(f"The weights in {path} do not fit {name}: {told}") from last
 
 
 @contextmanager
-def _train_args_of(path: Path) -> Iterator[None]:
+def _refusing_damaged_arguments(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
-            f"The model's arguments in {path} are damaged: {describe(error)}"
-        ) from error
+        raise _damaged_arguments(path, error) from error
+
+
+def _damaged_arguments(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"The model's arguments in {path} are damaged: {describe(error)}")
 
 
 def _stated_name(train_args: dict[str, Any], path: Path) -> str:
@@ -317,21 +336,6 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
             f"{path} leads to {name[:80]!r}, as no file may: say yourself where it is, with {flag}."
         )
     return name
-
-
-def _warn_of_untrained_routers(
-    model: nn.Module, weights: Mapping[str, Tensor], path: Path, name: str
-) -> None:
-    learned = [
-        f"{layer_path}.router."
-        for layer_path, layer in moe_layers(model).items()
-        if layer.router.state_dict()
-    ]
-    if learned and not any(key.startswith(tuple(learned)) for key in weights):
-        _logger.warning(
-            f"{path} holds a dense model: the routers of {name} are untrained, its experts made of "
-            "it."
-        )
 
 
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
@@ -362,8 +366,8 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
     try:
         path = _weights_file(name)
         held = weights_in(read_checkpoint(path), path, use_ema=False)
-        weights, missing = _fitted(name, blueprint, held, path, is_strict=True)
-        if missing or len(held) > len(weights):
+        weights, _ = _fitted(name, blueprint, held, path, is_strict=True)
+        if len(held) > len(weights):
             raise ValueError("the weights hold more than the model's.")
         model = _loaded(blueprint, weights, path)
     except Exception as error:  # a damaged folder may end in anything
@@ -454,7 +458,9 @@ def _fitted(
         is_strict: refuse a dense network's weights for the experts.
 
     Returns:
-        The weights by the model's names, and the names of those that are missing, a router's.
+        The weights by the model's names, and the names of those that are missing. Only routers may
+        be: for a dense network's weights ``MoeMlp`` and the hooks of ``convert/hooks.py`` complete
+        the state dict.
 
     Raises:
         RuntimeError: of load_state_dict, if the weights have other names or shapes than the
@@ -508,12 +514,16 @@ def _not_created(name: str, error: Exception) -> ValueError:
 
 
 def first_problem(error: Exception) -> str:
-    """Return the first problem that a load_state_dict lists, or the error itself."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (
-        lines[1][:300]
-        if len(lines) > 1 and lines[0].startswith("Error(s) in loading")
-        else describe(error)
+    """Return the first problem of each kind that a load_state_dict lists, or the error itself."""
+    heading, *lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    if not (lines and heading.startswith("Error(s) in loading")):
+        return describe(error)
+    of_kind: dict[str, list[str]] = {}  # missing, unexpected, of another size
+    for line in lines:
+        of_kind.setdefault(line.split()[0], []).append(shortened(line, 200))
+    return " ".join(
+        first if not others else f"{first} (and {len(others)} more)"
+        for first, *others in of_kind.values()
     )
 
 

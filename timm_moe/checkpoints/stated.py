@@ -183,8 +183,8 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
         if name not in allowed:
             raise ValueError(
                 f"{origin} states the argument {shown(name)[1:-1]} for {architecture}, which is "
-                "none of its architecture: if you know it and want it, state it yourself with "
-                "--model-kwargs."
+                "none of its architecture: if another model was named than the file's, leave "
+                "--model out; if you know the argument and want it, state it with --model-kwargs."
             )
         if not _is_plain(value):
             raise ValueError(

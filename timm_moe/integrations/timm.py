@@ -79,6 +79,8 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
                 "Muon leaves the experts to its fallback, since their matrices are stacked."
             )
     biases = expert_biases(model)
+    if not biases:
+        return create_optimizer_v2(*call.args, **call.kwargs)
     own = getattr(model, "no_weight_decay", set)
     attributes = vars(model)
     before = attributes.get("no_weight_decay")
