@@ -1,42 +1,73 @@
-"""Route tokens by their norm with a router of your own, and run a script with it registered:
+"""Route tokens by a router of your own with a loss of its own, in timm's unmodified train.py.
 
-python examples/own_router.py train.py --model vit_small_ewa_moe … --model-kwargs router=norm
-per_image=True python examples/own_router.py "$(which timm-moe)" routes last.pth.tar --data-dir DIR
-FOLDER
+The router and its layer are used by every script that this one runs:
+
+    python examples/own_router.py train.py --model vit_small_ewa_moe OPTIONS \
+        --model-kwargs router=sparse_gate top_k=2 target=0.5
+    python examples/own_router.py "$(which timm-moe)" routes last.pth.tar --data-dir DIR
 """
 
 import runpy
 import sys
 
 import torch
+from torch import nn
 
 import timm_moe
-from timm_moe.layers import Router, routing_to
+from timm_moe.layers import RecordingRouter, linear_logits, no_autocast, routing_to
 
 
-class NormRouter(Router):
-    """Sends the 1/E of the tokens with the smallest norm to the first expert, and so on.
+class SparseGateRouter(RecordingRouter):
+    """Sends each token to the K experts of largest sigmoid gate; a loss keeps the gates small.
 
-    Each expert has a learned scale.
+    Args:
+        dim: width of the tokens.
+        num_experts: E.
+        top_k: K.
+        target: mean of all gates that the loss aims at.
+        gate_loss_weight: weight of the loss.
     """
 
-    def __init__(self, dim, num_experts, per_image):
-        super().__init__(num_experts)
-        self.per_image = per_image
-        self.scale = torch.nn.Parameter(torch.ones(num_experts))
+    def __init__(self, dim, num_experts, top_k, target, gate_loss_weight):
+        super().__init__(num_experts, {"gate": gate_loss_weight})
+        self.top_k = top_k
+        self.target = target
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.reset_parameters()
 
     def reset_parameters(self):
-        torch.nn.init.ones_(self.scale)
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def experts_of_row(self):
+        return self.top_k
+
+    def probabilities(self, x):
+        gate_TE = self._gates(x)
+        return gate_TE / gate_TE.sum(1, keepdim=True)
+
+    def _gates(self, x):
+        with no_autocast(x):
+            return linear_logits(x.flatten(0, -2), self.weight).sigmoid()
 
     def forward(self, x):
-        norm = x.flatten(1, -2).norm(dim=-1)
-        norm = norm if self.per_image else norm.view(1, -1)
-        rank = norm.argsort(1).argsort(1)
-        expert_TK = (rank * self.num_experts // norm.shape[1]).view(-1, 1)
-        return routing_to(expert_TK, self.scale[expert_TK], self.num_experts)
+        all_gates_TE = self._gates(x)
+        gate_TK, expert_TK = all_gates_TE.topk(self.top_k, dim=1)
+        if self.is_recording():
+            load_E = (
+                torch.zeros_like(all_gates_TE, dtype=torch.long).scatter(1, expert_TK, 1).sum(0)
+            )
+            loss = (all_gates_TE.mean() - self.target).square()
+            self.record({"gate": loss}, load_E[None])
+        return routing_to(expert_TK, gate_TK, self.num_experts)
 
 
-timm_moe.register_router(timm_moe.RouterSpec("norm", NormRouter, options={"per_image": False}))
+timm_moe.register_router(
+    timm_moe.RouterSpec(
+        "sparse_gate",
+        SparseGateRouter,
+        options={"top_k": 1, "target": 0.5, "gate_loss_weight": 0.01},
+    )
+)
 
 if __name__ == "__main__":
     del sys.argv[0]

@@ -323,7 +323,9 @@ def test_an_image_size_that_a_file_makes_up(ewa_vit, tmp_path, stated, message):
 
 def test_an_image_size_of_training_alone(ewa_vit, tmp_path):
     file = save_as_train_py(tmp_path / "a.pth", ewa_vit, "vit_tiny_ewa_moe", img_size=96)
-    with pytest.raises(ValueError, match=r"arguments of train.py in .* do not fit: .*takes none of 96x96"):
+    with pytest.raises(
+        ValueError, match=r"arguments of train.py in .* do not fit: .*takes none of 96x96"
+    ):
         load_source(file)
 
 
@@ -420,7 +422,7 @@ def test_a_dense_file_under_a_routed_name_is_told(dense_vit, tmp_path, caplog):
         caplog.clear()
         load_source(tmp_path / file, ModelSpec("vit_tiny_moe", 5, OPTIONS, stated))
         (warning,) = warnings(caplog)
-        assert f"{file} holds a dense model: the routers of vit_tiny_moe are untrained" in warning
+        assert "are a dense model's" in warning
     caplog.clear()
     load_source(tmp_path / "a.pth", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, stated))
     trained = timm.create_model("vit_tiny_moe", **SMALL_VIT)
@@ -432,7 +434,7 @@ def test_a_dense_file_under_a_routed_name_is_told(dense_vit, tmp_path, caplog):
     for model in (trained, timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)):
         caplog.clear()
         model.load_state_dict(dense_vit.state_dict())
-        told = [text for text in caplog.messages if "routers untrained" in text]
+        told = [text for text in caplog.messages if "routers are untrained" in text]
         assert len(told) == (model is trained)
 
 

@@ -17,6 +17,7 @@ from families import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_code
+from timm.layers import Mlp
 from torch import nn
 
 import timm_moe
@@ -24,7 +25,7 @@ from timm_moe.analysis.info import measure, model_info
 from timm_moe.convert import registry
 from timm_moe.convert.built_in_routers import TopKOptions
 from timm_moe.convert.find import find_networks
-from timm_moe.layers import MoeMlp, Router, SharedExpertMlp, TopKRouter, routing_to
+from timm_moe.layers import MoeMlp, RecordingRouter, Router, SharedExpertMlp, TopKRouter, routing_to
 
 
 class Modulo(Router):
@@ -243,9 +244,9 @@ def test_options_of_a_registered_router_may_be_stated_by_files():
     code = f"""
 import runpy
 from timm_moe.checkpoints.stated import architecture_arguments, check_arguments
-assert "per_image" not in architecture_arguments("vit_small_ewa_moe")
+assert "target" not in architecture_arguments("vit_small_ewa_moe")
 runpy.run_path({str(EXAMPLE)!r}, run_name="own_router")
-check_arguments("vit_small_ewa_moe", dict(router="norm", per_image=True), "a file")
+check_arguments("vit_small_ewa_moe", dict(router="sparse_gate", target=0.4), "a file")
 """
     done = run_code(code)
     assert done.returncode == 0, done.stderr
@@ -342,3 +343,56 @@ def test_options_that_the_router_takes_too_have_its_defaults():
     for name, parameter in inspect.signature(TopKRouter).parameters.items():
         if name not in ("dim", "num_experts", "loss_weights", "bias_rate"):
             assert options[name] == parameter.default, name
+
+
+class WithOwnLoss(TopKRouter):
+    """Top-1 routing with a loss of the logits' mean square."""
+
+    own_losses = ("square",)
+
+    def extra_losses(self, logits_GSE, gate_GSE):
+        return {"square": logits_GSE.square().mean((1, 2))}
+
+
+def test_a_subclass_of_top_k_adds_a_loss_of_its_own():
+    router = WithOwnLoss(8, 4, loss_weights={"square": 0.5, "balance": 0.01})
+    layer = MoeMlp(Mlp(8, 16), router, 4)
+    x = torch.randn(2, 5, 8)
+    layer(x)
+    (record,) = router.records
+    expected = (x @ router.weight.T).square().mean()
+    torch.testing.assert_close(record.losses["square"], expected.detach())
+    assert record.weighted_loss.item() == pytest.approx(
+        0.5 * record.losses["square"].item() + 0.01 * record.losses["balance"].item()
+    )
+    with pytest.raises(ValueError, match="losses are .*square, got 'other'"):
+        WithOwnLoss(8, 4, loss_weights={"other": 1.0})
+
+
+def test_a_loss_without_a_weight_is_named():
+    router = RecordingRouter(4, {"a": 1.0})
+    with pytest.raises(ValueError, match="'b' has no weight"):
+        router.record({"b": torch.ones(())}, torch.ones(1, 4))
+
+
+def test_the_example_of_a_router_trains_with_its_loss():
+    code = f"""
+import runpy, timm, timm_moe, torch
+runpy.run_path({str(EXAMPLE)!r}, run_name="own_router")
+model = timm.create_model("vit_tiny_ewa_moe", router="sparse_gate", top_k=2, **{SMALL_VIT!r})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(2, 3, 32, 32)).sum().backward()
+try:
+    optimizer.step()
+except RuntimeError as error:
+    print(error)  # nobody added the loss
+optimizer.zero_grad()
+(model(torch.randn(2, 3, 32, 32)).sum() + timm_moe.auxiliary_loss(model)).backward()
+assert all(layer.router.weight.grad.any() for layer in timm_moe.moe_layers(model).values())
+optimizer.step()
+print(timm_moe.routing_summary(model))
+"""
+    done = run_code(code)
+    assert done.returncode == 0, done.stderr
+    assert "auxiliary_loss" in done.stdout
+    assert "'gate': " in done.stdout

@@ -215,12 +215,8 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     name = spec.name or _stated_name(train_args, path)
     candidates = _candidates(name, train_args, spec, path)
     blueprint, weights, missing = _first_fitting(name, candidates, weights, path)
+    # A dense checkpoint has no routers: they stay as drawn, with a warning.
     model = _loaded(blueprint, weights, path, is_whole=not missing)
-    if missing:  # A dense checkpoint has no routers: they stay as drawn.
-        _logger.warning(
-            f"{path} holds a dense model: the routers of {name} are untrained, its experts made of "
-            "it."
-        )
     _state_images(model, name, train_args, spec, path)
     _drop_class_names(model)
     model.origin = Origin(  # type: ignore[assignment]

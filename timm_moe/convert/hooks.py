@@ -82,8 +82,9 @@ def check_loaded_layers(
     is_sketch = any(loaded.is_meta for loaded in loaded_experts.values())
     has_routers = any(layer.router.state_dict() for layer in moe_layers(model).values())
     if dense and not is_sketch and has_routers:
-        _logger.info(
-            "The weights are a dense model's, of which the experts are made, the routers untrained."
+        _logger.warning(
+            "The weights are a dense model's: the experts are copies of its networks, and the "
+            "routers are untrained."
         )
 
 

@@ -160,7 +160,8 @@ def split_options(
         if (none_if_written(value) if default is None else value) != default:
             raise ValueError(
                 f"{name} is an option of router={owner.name!r}, which router={spec.name!r} does "
-                "not have. If the registered model sets it, take an *_ewa_moe model instead."
+                "not have. Models such as vmoe_b16 set options of their own router: for another, "
+                "take an *_ewa_moe model."
             )
     own = {name: given.get(name, default) for name, default in spec.options.items()}
     return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}

@@ -6,9 +6,10 @@ from .dispatch import Routing, routing_to
 from .ensemble import MemberLoss, ensemble_log_probabilities, tile
 from .expert_choice import ExpertChoiceRouter
 from .experts import Experts
+from .functional import no_autocast
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
 from .recording_router import RecordingRouter, RouterRecord, begin_forward
-from .router import Router
+from .router import Router, linear_logits
 from .routers import (
     EnsembleRouter,
     ImageRouter,
@@ -44,6 +45,8 @@ __all__ = [
     "TopKRouter",
     "begin_forward",
     "ensemble_log_probabilities",
+    "linear_logits",
+    "no_autocast",
     "routing_to",
     "tile",
 ]

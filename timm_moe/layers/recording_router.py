@@ -69,8 +69,9 @@ class RouterRecord(NamedTuple):
         return torch.stack(self.checked()).isfinite().all()
 
     def checked(self) -> list[Tensor]:
-        """Return the numbers () that are not finite where logits are not."""
-        return list(self.losses.values()) if self.gate_sum is None else [self.gate_sum]
+        """Return numbers () that are not finite where logits are not; a zero if there are none."""
+        numbers = list(self.losses.values()) if self.gate_sum is None else [self.gate_sum]
+        return numbers or [self.load_GE.new_zeros((), dtype=torch.float32)]
 
 
 class Begun(Enum):
@@ -95,7 +96,7 @@ class RecordingRouter(Router):
 
     Args:
         num_experts: E.
-        loss_weights: weight of each loss by name; a loss without a weight is not computed.
+        loss_weights: weight of each loss by name. Subclasses compute only losses that are here.
         bias_rate: rate of a bias that balances the experts; 0 for no bias.
 
     Attributes:
@@ -115,6 +116,88 @@ class RecordingRouter(Router):
         self.loss_weights = loss_weights
         self.totals = RouterTotals()
         self.forget()
+
+    def is_recording(self) -> bool:
+        """Tell if this is training, with gradients.
+
+        Raises:
+            RuntimeError: if this is training and its losses would be lost.
+        """
+        if not self.training:
+            return False
+        self._check_can_record()
+        return torch.is_grad_enabled()
+
+    def _check_can_record(self) -> None:
+        """Raise RuntimeError in a trace or export, and under nn.DataParallel."""
+        mode = current_mode()
+        if mode.is_plain:
+            raise RuntimeError(
+                "TorchScript would lose the routers' losses: trace the model in eval mode."
+            )
+        if mode is Mode.EXPORTED:
+            raise RuntimeError(
+                "torch.export would lose the routers' losses: export the model in eval mode."
+            )
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "nn.DataParallel would lose the routers' losses: train with "
+                "DistributedDataParallel."
+            )
+
+    def record(
+        self,
+        losses: dict[str, Tensor],
+        load_GE: Tensor,
+        capacity: int | None = None,
+        gates: Tensor | None = None,
+    ) -> None:
+        """Take a record; ``forward`` calls this where :meth:`is_recording`.
+
+        Args:
+            losses: mean over the groups of each loss by name, with its gradient, without its
+                weight. Each has a weight in ``loss_weights``.
+            load_GE: (G, E) number of choices of each expert in each group.
+            capacity: number of choices of a group that an expert takes; None for all.
+            gates: the chosen experts' gates. Where there are no losses, they tell of NaN.
+
+        Raises:
+            ValueError: if a loss has no weight.
+            RuntimeError: if backward repeats a forward that ran without gradients, so that nothing
+                was recorded.
+        """
+        for name in losses.keys() - self.loss_weights.keys():
+            raise ValueError(
+                f"The loss {name!r} has no weight: give {type(self).__name__} one in loss_weights."
+            )
+        # In a repetition only the record is left out, not the losses, since checkpointing expects
+        # the same operators again.
+        if in_backward():
+            if (losses or self.balancing_bias is not None) and not (self.records or self.added):
+                raise RuntimeError(
+                    "Reentrant gradient checkpointing loses the routers' losses and loads: give it "
+                    "use_reentrant=False."
+                )
+            return
+        # A frozen router keeps its bias.
+        if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):
+            self.balancing_bias.count(load_GE.sum(0))
+        # Compiled code does not look at the state: with other values it would be compiled to
+        # another graph, and checkpointing fails. It cannot tell a repetition in backward from a
+        # forward either, so `waiting` ignores its repetitions.
+        if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
+            # A part of the model is called by itself after the losses of a forward were added.
+            self._begin(Begun.TASK if self.begun is Begun.TASK else Begun.NOTHING)
+        weighted = [self.loss_weights[name] * loss for name, loss in losses.items()]
+        record = RouterRecord(
+            losses={name: loss.detach() for name, loss in losses.items()},
+            weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,
+            load_GE=load_GE,
+            capacity=capacity,
+            gate_sum=None if losses or gates is None else gates.detach().sum(),
+        )
+        # Records without losses may never be taken, so only the last one is kept.
+        self.records = [*self.records, record] if _has_gradient(record) else [record]
 
     def forget(self) -> None:
         """Forget the losses and the loads of the balancing bias that an earlier run left.
@@ -206,79 +289,6 @@ class RecordingRouter(Router):
                 "to the loss after each forward.",
                 stacklevel=2,
             )
-
-    def is_recording(self) -> bool:
-        """Tell if this is training, with gradients.
-
-        Raises:
-            RuntimeError: if this is training and its losses would be lost.
-        """
-        if not self.training:
-            return False
-        self._check_can_record()
-        return torch.is_grad_enabled()
-
-    def _check_can_record(self) -> None:
-        """Raise RuntimeError in a trace or export, and under nn.DataParallel."""
-        mode = current_mode()
-        if mode.is_plain:
-            raise RuntimeError(
-                "TorchScript would lose the routers' losses: trace the model in eval mode."
-            )
-        if mode is Mode.EXPORTED:
-            raise RuntimeError(
-                "torch.export would lose the routers' losses: export the model in eval mode."
-            )
-        if getattr(self, "_is_replica", False):
-            raise RuntimeError(
-                "nn.DataParallel would lose the routers' losses: train with "
-                "DistributedDataParallel."
-            )
-
-    def record(
-        self, losses: dict[str, Tensor], load_GE: Tensor, capacity: int | None, gates: Tensor
-    ) -> None:
-        """Take a record.
-
-        Args:
-            losses: mean over the groups of each loss by name, with its gradient, without its
-                weight.
-            load_GE: (G, E) number of choices of each expert in each group.
-            capacity: number of choices of a group that an expert takes; None for all.
-            gates: the chosen experts' gates.
-
-        Raises:
-            RuntimeError: if backward repeats a forward that ran without gradients, so that nothing
-                was recorded.
-        """
-        # In a repetition only the record is left out, not the losses, since checkpointing expects
-        # the same operators again.
-        if in_backward():
-            if (losses or self.balancing_bias is not None) and not (self.records or self.added):
-                raise RuntimeError(
-                    "Reentrant gradient checkpointing loses the routers' losses and loads: give it "
-                    "use_reentrant=False."
-                )
-            return
-        # A frozen router keeps its bias.
-        if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):
-            self.balancing_bias.count(load_GE.sum(0))
-        # Compiled code does not look at the state: with other values it would be compiled to
-        # another graph, and checkpointing fails. It cannot tell a repetition in backward from a
-        # forward either, so `waiting` ignores its repetitions.
-        if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
-            # A part of the model is called by itself after the losses of a forward were added.
-            self._begin(Begun.TASK if self.begun is Begun.TASK else Begun.NOTHING)
-        weighted = [self.loss_weights[name] * loss for name, loss in losses.items()]
-        record = RouterRecord(
-            losses={name: loss.detach() for name, loss in losses.items()},
-            weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,
-            load_GE=load_GE,
-            capacity=capacity,
-            gate_sum=None if losses else gates.detach().sum(),
-        )
-        # Records without losses may never be taken, so only the last one is kept.
-        self.records = [*self.records, record] if _has_gradient(record) else [record]
 
     # A copy or a pickle must hold no graph.
     def __getstate__(self) -> dict[str, Any]:

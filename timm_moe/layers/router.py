@@ -32,8 +32,9 @@ def with_noise(logits: Tensor, noise_std: float) -> Tensor:
 class Router(nn.Module):
     """Base class of routers, which map rows x, (..., D), to a :class:`Routing` over E experts.
 
-    Subclasses write ``forward``. The answers of this class are for a router that sends each row to
-    one expert, by the row's contents alone, and has no capacities.
+    Subclasses write ``forward``; with parameters also ``reset_parameters``, which draws them anew;
+    with K choices of a row also :meth:`experts_of_row`; and :meth:`probabilities` for reports. The
+    defaults suit top-1 routing by each row's contents, without capacities.
 
     Args:
         num_experts: E.

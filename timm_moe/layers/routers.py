@@ -105,12 +105,14 @@ class TopKRouter(RecordingRouter):
 
     Attributes:
         weight: (E, D) parameter.
+        own_losses: names of further losses, which a subclass computes in :meth:`extra_losses`.
 
     Raises:
         ValueError: on an option outside its range.
     """
 
     noisy_in_eval = False
+    own_losses: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -143,9 +145,10 @@ class TopKRouter(RecordingRouter):
         check_choice("score", score, SCORES)
         check_number("route_scale", route_scale, 0, above=True)
         check_number("bias_rate", bias_rate, 0)
+        names = (*LOSSES, *self.own_losses)
         for name, weight in loss_weights.items():
-            if name not in LOSSES:
-                raise ValueError(f"A router's losses are {', '.join(LOSSES)}, got {name!r}.")
+            if name not in names:
+                raise ValueError(f"A router's losses are {', '.join(names)}, got {name!r}.")
             check_number(f"The weight of the {name} loss", weight, 0)
         if loss_weights.get("load") and not noise_std:
             raise ValueError(
@@ -339,7 +342,20 @@ class TopKRouter(RecordingRouter):
             "global_entropy": lambda: global_entropy_loss(exact_GSE()),
             "z": lambda: z_loss(groups(logits_GBNE)),
         }
-        return {name: _mean(losses[name]()) for name in self.loss_weights}
+        extra = self.extra_losses(groups(logits_GBNE), groups(gate_GBNE)) if self.own_losses else {}
+        return {
+            name: _mean(extra[name] if name in extra else losses[name]())
+            for name in self.loss_weights
+        }
+
+    def extra_losses(self, logits_GSE: Tensor, gate_GSE: Tensor) -> dict[str, Tensor]:
+        """Return the losses (G,) that a subclass names in ``own_losses``.
+
+        Args:
+            logits_GSE: logits of the rows of each group, without noise.
+            gate_GSE: their gates, with noise.
+        """
+        return {}
 
     def extra_repr(self) -> str:
         """Return the options that printing the module shows."""
