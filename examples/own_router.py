@@ -53,11 +53,9 @@ class SparseGateRouter(RecordingRouter):
         all_gates_TE = self._gates(x)
         gate_TK, expert_TK = all_gates_TE.topk(self.top_k, dim=1)
         if self.is_recording():
-            load_E = (
-                torch.zeros_like(all_gates_TE, dtype=torch.long).scatter(1, expert_TK, 1).sum(0)
-            )
+            is_chosen_TE = torch.zeros_like(all_gates_TE, dtype=torch.long).scatter(1, expert_TK, 1)
             loss = (all_gates_TE.mean() - self.target).square()
-            self.record({"gate": loss}, load_E[None])
+            self.record({"gate": loss}, is_chosen_TE.sum(0, keepdim=True))
         return routing_to(expert_TK, gate_TK, self.num_experts)
 
 

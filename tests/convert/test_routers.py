@@ -365,7 +365,7 @@ def test_a_subclass_of_top_k_adds_a_loss_of_its_own():
     assert record.weighted_loss.item() == pytest.approx(
         0.5 * record.losses["square"].item() + 0.01 * record.losses["balance"].item()
     )
-    with pytest.raises(ValueError, match="losses are .*square, got 'other'"):
+    with pytest.raises(ValueError, match=r"losses are .*square, got 'other'"):
         WithOwnLoss(8, 4, loss_weights={"other": 1.0})
 
 
