@@ -193,7 +193,7 @@ class _RunAveraging(ExpertWeightAveraging):
     def seek_start(self, updates: int) -> None:
         """Take the position of the scheduler for the start of the run, if training has not begun.
 
-        It goes before a count that came with the optimizer: train.py leaves out the rest of the
+        It overrides a count that came with the optimizer: train.py leaves out the rest of the
         epoch in which a recovery file was written, and another batch size makes other updates.
         """
         if not self.started and updates and updates % self.updates_per_epoch == 0:

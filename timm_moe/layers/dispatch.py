@@ -27,12 +27,12 @@ class Routing(NamedTuple):
     """The rows that each expert gets, and the way of its outputs back.
 
     Shapes do not depend on the choices, so a routing is made without a wait for the device. It
-    holds what is computed once for a layer. A field is None where its maker knows the values
-    without computing them.
+    holds what is computed once for a layer. A field is None where its values follow from the
+    others.
 
     Attributes:
         token_indices: (N,) row of the input in each slot of the experts' input, in the order of the
-            experts. A slot that no choice has holds some row.
+            experts. An unused slot holds any row.
         offsets: (E,) end of each expert's slots; None with a capacity. Slots past the last end are
             padding, whose outputs are zero.
         slots: (T, K) slot of each choice of a row. With ``starts`` it is (N,), all slots row by
@@ -115,7 +115,7 @@ class Routing(NamedTuple):
         return (slot.unsqueeze(-1) >= self.offsets).sum(-1)
 
     def for_all_rows(self, rows: int) -> "Routing":
-        """Return the routing of all rows of the images, (B, rows), that this one routes as rows.
+        """Return the routing of every row, where this one has one entry for each image.
 
         Args:
             rows: number of rows of an image.

@@ -381,7 +381,8 @@ class Experts(StackedParameters):
                 f"{path}.{name}".strip("."): value
                 for name, value in zip(Runs._fields, runs, strict=True)
             }
-        # The last layer of these networks is linear, and so leaves zeros after the last run.
+        # The last layer of timm's networks is linear, and so leaves zeros after the last run. They
+        # are known by their module, since this package of layers imports no timm.
         if type(self._ffn).__module__ == "timm.layers.mlp":
             return self._call(self._grouped, tensors, x_ND, mode)
         # A network that divides by a norm makes NaN of zeros, so rows after the last run and their

@@ -216,7 +216,7 @@ class MoeMlp(Experts):
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
     def _count_forward(self) -> None:
-        """Warn once of a layer that no seen optimizer trains, if nobody averages or balances it."""
+        """Warn once if no known optimizer trains the layer, and nobody averages or balances it."""
         if (
             torch.compiler.is_compiling()
             or not (self.training and torch.is_grad_enabled())

@@ -39,7 +39,7 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
     ):
         check_flag("shared_norm", shared_norm)
         check_flag("zero_class_token", zero_class_token)
-        super().__init__(*args, block_fn=_block_without_weights_but_first, **kwargs)
+        super().__init__(*args, block_fn=_block_of_own_norms, **kwargs)
         self.shared_parts = ("attn", "mlp", *(("norm1", "norm2") if shared_norm else ()))
         for block in self.blocks[1:]:
             for part in self.shared_parts:
@@ -69,7 +69,7 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
         return {**groups, "blocks": [(shared, (len(self.blocks) - 1,)), *groups["blocks"]]}
 
 
-def _block_without_weights_but_first(**kwargs: Any) -> Block:
+def _block_of_own_norms(**kwargs: Any) -> Block:
     """Build a block; from the second on, only norms and drop paths belong to it."""
     if kwargs["depth"]:
         kwargs |= dict(attn_layer=nn.Identity, mlp_layer=nn.Identity)
