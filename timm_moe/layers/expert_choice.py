@@ -20,8 +20,9 @@ GATE_MODES = ("prob", "renorm")
 class ExpertChoiceRouter(Router):
     """Lets each expert take the C rows of a group with its largest gates (section 3.2).
 
-    Of equal gates the first rows are taken. All experts have equally many rows, so there is no loss. A row goes to none, one or several
-    experts. Gates are the softmax over all experts, in float32 at least, under autocast too.
+    Of equal gates the first rows are taken. All experts have equally many rows, so there is no
+    loss. A row goes to none, one or several experts. Gates are the softmax over all experts, in
+    float32 at least, under autocast too.
 
     Args:
         dim: D.

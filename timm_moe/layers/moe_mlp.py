@@ -59,6 +59,7 @@ class MoeMlp(Experts):
     calls_since_step = 0
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
+    _last_padding: Tensor | None = None  # of the last call, which gradient checkpointing may repeat
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class MoeMlp(Experts):
         register(self)
 
     def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
-        return {**self.__dict__, "replaced": (), "padding": None}
+        return {**self.__dict__, "replaced": (), "padding": None, "_last_padding": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a deep copy or an unpickled layer
         super().__setstate__(state)
@@ -145,15 +146,17 @@ class MoeMlp(Experts):
                 f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
                 "the targets and modules_to_save."
             )
-        return self.compute(x, routing)
-
-    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
-        """Compute what :meth:`forward` returns: zero for rows of padding, which a given routing leaves out."""
-        padding, self.padding = self.padding_of(x), None
+        if self.padding is None and in_backward():  # this layer alone is recomputed
+            self.padding = self._last_padding
+        padding = self.padding_of(x)
         if padding is None:
-            return self._route(x, routing)
-        y_VD = self._route(x[~padding], routing)
-        return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
+            y = self.compute(x, routing)
+        else:  # zeros, and a given routing leaves these rows out
+            y_VD = self.compute(x[~padding], routing)
+            y = y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
+        if self.padding is not None or self._last_padding is not None:
+            self._last_padding, self.padding = self.padding, None
+        return y
 
     def padding_of(self, x: Tensor) -> Tensor | None:
         """Padding of x that would change what the router makes of other rows, or its losses and loads; or None."""
@@ -170,7 +173,8 @@ class MoeMlp(Experts):
             )
         return None if router.needs_whole_images else padding
 
-    def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
+        """Compute what :meth:`forward` returns for rows without padding."""
         self._count_forward()
         mode = current_mode()
         routing = self.router(x) if routing is None else routing
@@ -332,6 +336,10 @@ class EwaMlp(MoeMlp):
 
     def __init__(self, ffn: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, RandomPartition(num_experts), num_experts, expert_init, **options)
+
+    def padding_of(self, x: Tensor) -> Tensor | None:
+        """As :class:`MoeMlp`; in eval mode padding changes nothing."""
+        return super().padding_of(x) if self.training else None
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map each row of x as :class:`MoeMlp` does; in eval mode by the mean of the experts, without a routing."""
