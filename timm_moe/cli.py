@@ -190,15 +190,14 @@ def _loading(args: argparse.Namespace) -> dict[str, Any]:
 def _evaluate(args: argparse.Namespace) -> None:
     from .analysis.evaluation import evaluate, table  # needs torchmetrics
 
-    _check_json(args)
     images, ood_images = _images(args)
+    _check_json(args, images, ood_images)
     result = evaluate(args.sources, images, ood_images, **_loading(args))
     show(*args.sources, *table(result).split("\n"))
     _write_result(args, metrics=result)
 
 
 def _fewshot(args: argparse.Namespace) -> None:
-    _check_json(args)
     folders = [
         Folder(
             folder,
@@ -209,6 +208,7 @@ def _fewshot(args: argparse.Namespace) -> None:
         )
         for folder in args.data_dir
     ]
+    _check_json(args, *(images for folder in folders for images in (folder.train, folder.test)))
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])
@@ -261,6 +261,7 @@ def _routes(args: argparse.Namespace) -> None:
                 "--segmentation."
             )
         images = image_folder(args.data_dir, args.split, args.class_map)
+        check_apart(args.output_dir, (), _roots(images))
         (model,), images = load_classifiers([args.source], images, **loading)
         if mixing_layers(model):
             mixtures, image = collect_mixtures(model, images, loading["inference"])
@@ -295,6 +296,7 @@ def _routes_of_patches(
                 f"With --segmentation whole images of --data-dir itself are taken, so {option} has "
                 "no place."
             )
+    check_apart(args.output_dir, (), [args.data_dir, args.segmentation])
     classes = read_names(args.class_map) if args.class_map else None
     model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
@@ -312,6 +314,7 @@ def _report(args: argparse.Namespace) -> None:
         ) from error
     check_folder(args.output_dir, (FILE,), args.overwrite)
     images, ood_images = _images(args)
+    check_apart(args.output_dir, (), _roots(images, ood_images))
     page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
     show(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
 
@@ -325,13 +328,18 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
-def _check_json(args: argparse.Namespace) -> None:
+def _check_json(args: argparse.Namespace, *images: ImageDataset | None) -> None:
     """Raise OSError or ValueError if the numbers cannot be written, or would replace what is read."""
     if args.json is not None:
         if not args.json:
             raise ValueError("--json takes the name of a file, got an empty one.")
         check_writable(args.json, args.overwrite)
-        check_apart(args.json, [*args.sources, args.class_map])
+        check_apart(args.json, [*args.sources, args.class_map], _roots(*images))
+
+
+def _roots(*images: ImageDataset | None) -> list[str]:
+    """Return the folders of images."""
+    return [each.reader.root for each in images if each is not None]
 
 
 def _write_result(args: argparse.Namespace, **result: Any) -> None:

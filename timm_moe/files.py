@@ -39,9 +39,12 @@ def check_writable(file: str | Path, overwrite: bool = False) -> None:
     _check_place(file)
 
 
-def check_apart(output: str | Path, sources: Iterable[Any]) -> None:
-    """Raise ValueError if a file to write is one that is read: a source itself, or a file in a source's folder."""
+def check_apart(output: str | Path, sources: Iterable[Any], images: Iterable[Any] = ()) -> None:
+    """Raise ValueError if an output is what is read: a source, a file in a source's folder, or in one of images."""
     output = Path(output).resolve()
+    for folder in images:
+        if output.is_relative_to(Path(folder).resolve()):
+            raise ValueError(f"{output} is in {folder}, whose images are read: write elsewhere.")
     for source in sources:
         if not isinstance(source, (str, Path)):
             continue

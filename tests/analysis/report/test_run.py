@@ -1,6 +1,7 @@
 """The section on the training run, from the files that training leaves."""
 
 import json
+import time
 
 import pytest
 
@@ -43,6 +44,35 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
     )
     (tmp_path / FILE).write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
+        run_section(tmp_path)
+
+
+def test_a_long_summary_takes_linear_time_and_a_damaged_one_is_named(tmp_path):
+    rows = [f"{epoch},nan,1.0" for epoch in range(40_000)]
+    file = tmp_path / "summary.csv"
+    file.write_text("\n".join(["epoch,train_loss,eval_loss", *rows]))
+    started = time.process_time()
+    assert "epochs 0 to 39999" in parts_of(tmp_path)["Does the loss still fall?"].text
+    assert time.process_time() - started < 20
+    file.write_text("epoch,train_loss\n0,much\n")
+    with pytest.raises(ValueError, match=r"summary.csv is damaged: .* 'much'"):
+        run_section(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        dict(epoch="0", share_rate=0.1, layers={}),
+        dict(epoch=0, share_rate="0.1", layers={}),
+        dict(epoch=0, share_rate=0.1, layers=[]),
+        dict(epoch=0, share_rate=0.1, layers={"a": 1}),
+        dict(epoch=0, share_rate=0.1, layers={"a": {"load": ["x"]}}),
+        dict(epoch=0, share_rate=0.1, layers={"a": {"losses": {"z": []}}}),
+    ],
+)
+def test_an_odd_log_of_epochs_is_named(tmp_path, entry):
+    (tmp_path / FILE).write_text(json.dumps({"epochs": [entry]}))
+    with pytest.raises(ValueError, match=r"experts.json is damaged"):
         run_section(tmp_path)
 
 
