@@ -29,6 +29,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["ExpertCallback"]
 
+#: Key of a checkpoint for the random state of each process.
+RANDOM_STATES = "timm_moe_random_states"
 #: Types of devices whose random state torch reads.
 _GPUS = ("cuda", "mps", "xpu")
 
@@ -120,18 +122,25 @@ class ExpertCallback(Callback):
         self._failed = True
         self._run.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the random state of each process; Lightning asks all of them to save."""
         own = _random_state(self._device)
         states: list[Any] = [own]
         # After an exception this may be the only process that saves.
         if is_distributed() and not self._failed:
             states = [None] * distributed.get_world_size()
             distributed.all_gather_object(states, own)
-        return {"random_states": states}
+        checkpoint[RANDOM_STATES] = states
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Restore the random state at once: the optimizers may ask for the data, which is shuffled then."""
-        states = state_dict["random_states"]
+        states = checkpoint.get(RANDOM_STATES)
+        if states is None:  # of a run without this callback
+            return
         rank, processes = (
             (distributed.get_rank(), distributed.get_world_size()) if is_distributed() else (0, 1)
         )

@@ -1,6 +1,7 @@
 """Steps of the balancing biases, :class:`timm_moe.layers.BalancingBias`, by the choices of all processes of a layer."""
 
 import gc
+import logging
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch.optim import Optimizer
 
 from ..layers import BalancingBias, MoeMlp
 from ..layers.living import living
-from .optimizers import is_distributed, is_skipped, trained_layers
+from .optimizers import is_distributed, is_first_time, is_skipped, trained_layers
 from .router_losses import routed
+
+_logger = logging.getLogger(__name__)
 
 #: A class that trains a model as one over its process_group, beside DDP; by name, as it would take
 #: long to import.
@@ -34,8 +37,17 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # it.
     if not layers or is_skipped(optimizer):
         return
+    unknown = [layer for layer in layers if layer.router.balancing_bias.process_groups is None]
     for group, biases in _by_group(layers):
         _move(biases, group)
+    alone = [layer for layer in unknown if layer.router.balancing_bias.process_groups == ()]
+    if alone and distributed.get_world_size() > 1 and is_first_time(optimizer, "balanced alone"):
+        _logger.warning(
+            f"The balancing bias of {alone[0].path or 'an expert layer'} counts the choices of "
+            "this process alone, as neither a DistributedDataParallel nor a mesh (FSDP2) holds "
+            "it. If several processes train the layer as one, name their group: "
+            "router.balancing_bias.process_groups = (group,); else () says that it is right."
+        )
 
 
 def _move(biases: list[BalancingBias], groups: tuple[Any, ...]) -> None:
