@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,18 @@ _SOURCE = "train.py checkpoint, safetensors file, folder or hf-hub: name"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command; returns the exit status, 130 if it is interrupted."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # amid imports too
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    for name in ("stdin", "stdout", "stderr"):  # in the order of their numbers, which os.open gives
+        if getattr(sys, name) is None:  # it is closed, and the next file would get its number
+            number = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Not every locale has a ±, or the letters of every name.
         sys.stdout.reconfigure(errors="backslashreplace")

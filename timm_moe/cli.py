@@ -61,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         print(f"timm-moe: error: {describe(error)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -195,3 +195,15 @@ def test_a_damaged_run_is_told_before_the_images_are_seen(splits, tmp_path, monk
     )
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
         write_report([tmp_path / "last.pth.tar"], image_folder(splits), tmp_path / "out")
+
+
+def test_charts_start_before_the_images_are_run_on(splits, tmp_path, monkeypatch):
+    """Where memory is short, that ends the process."""
+
+    def start():
+        raise MemoryError("V8")
+
+    monkeypatch.setattr(timm_moe.analysis.report, "chart_library", start)
+    monkeypatch.setattr(timm_moe.analysis.report, "observe", None)
+    with pytest.raises(MemoryError, match="V8"):
+        write_report([tmp_path / "none.pth.tar"], image_folder(splits), tmp_path / "out")

@@ -15,7 +15,7 @@ from ...model_config import get_pretrained_cfg
 from ..data import Inference, Source, class_names, describe_source, load_classifiers
 from ..info import measure
 from .observe import observe
-from .page import Section, page
+from .page import Section, chart_library, page
 from .sections.classifier import classifier_section
 from .sections.model import model_section
 from .sections.routing import routing_section
@@ -60,6 +60,7 @@ def write_report(
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
         OSError: if the page cannot be written.
     """
+    chart_library()  # before the images are run on, as it may end the process
     inference, classes = inference or Inference(), len(class_names(images))
     # First, as a file may be damaged.
     runs = [run_section(_run_folder(source), classes) for source in sources]
