@@ -125,14 +125,18 @@ class Routing(NamedTuple):
         )
 
 
-def images_of_group(batch: int, group_images: int | None, is_training: bool) -> int:
-    """Size of the groups of a batch: ``group_images``; in eval mode the batch if they do not divide it; or by default.
+def images_of_group(batch: int, group_images: int, is_training: bool) -> int:
+    """Size of the groups of a batch: ``group_images``; in eval mode the batch if they do not divide it.
 
     Raises:
         ValueError: if they do not divide the batch in training.
     """
-    if group_images is None or group_images == 1 or batch % group_images == 0:
-        return group_images or batch
+    if group_images == 1:
+        return 1
+    if isinstance(batch, Tensor):  # in a trace, where the answer would be that for the traced batch
+        return group_images + (batch - group_images) * (batch % group_images).clamp(max=1)
+    if batch % group_images == 0:
+        return group_images
     if is_training:
         allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
         raise ValueError(
