@@ -140,18 +140,17 @@ def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:
 def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
     """Read what all processes share, and what each has of the experts; a single file is that of one process."""
     base = re.sub(r"\.pth(\.(master|global|rank\d+))?$", "", str(prefix)) + ".pth"
-    files = [Path(f"{base}{suffix}") for suffix in (".master", ".global", "")]
+    # A run that goes on has no .master: each process writes what is shared, too.
+    files = [Path(f"{base}{suffix}") for suffix in (".master", ".global", "", ".rank0")]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise FileNotFoundError(
             f"There is no {files[0]}: give the path that the checkpoint's files begin with."
         )
     weights = _weights(file)
-    if file != files[0]:
-        experts = {name: tensor for name, tensor in weights.items() if _EXPERTS in name}
-        return {name: tensor for name, tensor in weights.items() if name not in experts}, [
-            experts
-        ] if experts else []
+    if file in files[1:3]:
+        rest, experts = _separated(weights)
+        return rest, [experts] if experts else []
     named = re.compile(re.escape(file.stem) + r"\.rank(\d+)")
     last = max(
         (
@@ -171,7 +170,15 @@ def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
         ranks.append(_weights(rank_file))
         if _shapes(ranks[-1]) != _shapes(ranks[0]):
             raise ValueError(f"{rank_file} and {base}.rank0 are of different checkpoints.")
+    if file == files[3]:
+        return _separated(weights)[0], [_separated(rank)[1] for rank in ranks]
     return weights, ranks
+
+
+def _separated(weights: Tensors) -> tuple[Tensors, Tensors]:
+    """Separate what all processes share and the experts of one."""
+    experts = {name: tensor for name, tensor in weights.items() if _EXPERTS in name}
+    return {name: tensor for name, tensor in weights.items() if name not in experts}, experts
 
 
 def _weights(file: Path) -> Tensors:
