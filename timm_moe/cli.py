@@ -214,8 +214,7 @@ def _fewshot(args: argparse.Namespace) -> None:
 
 def _benefits(args: argparse.Namespace) -> None:
     accuracies = {
-        role: _accuracy(role, getattr(args, role), args)
-        for role in ("student", "teacher", "dense")
+        role: _accuracy(role, getattr(args, role), args) for role in ("student", "teacher", "dense")
     }
     kept = benefits_kept(**accuracies)
     for role, accuracy in accuracies.items():

@@ -96,7 +96,9 @@ def test_a_model_with_a_routed_layer_is_evaluated_with_its_experts(dense_vit):
     timm_moe.convert_to_moe(model, moe_layers="3", router="top_k", top_k=2)
     info = measure(model.to("meta"), "mixed")
     assert info.exported is None
-    assert set(timm_moe.moe_layers(model)) == set(info.moe_layers) == {"blocks.1.mlp", "blocks.3.mlp"}
+    assert (
+        set(timm_moe.moe_layers(model)) == set(info.moe_layers) == {"blocks.1.mlp", "blocks.3.mlp"}
+    )
 
 
 def test_a_spec_and_a_callable_need_no_name(dense_vit, images):

@@ -249,7 +249,6 @@ def test_the_slots_of_soft_moe_are_no_target():
         model(torch.randn(2, 3, 32, 32))
 
 
-
 def test_modules_as_targets_are_refused_by_peft():
     with pytest.raises(ValueError, match=r"Stacked.* is not supported"):
         adapt(create(), target_parameters=[], target_modules=["blocks.1.mlp.fc1"])

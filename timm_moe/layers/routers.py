@@ -522,9 +522,7 @@ def _mean(of_groups: Tensor) -> Tensor:
     return of_groups.squeeze(0) if of_groups.shape[0] == 1 else of_groups.mean()
 
 
-def _top_k(
-    gate: Tensor, k: int, ranked: Tensor, bias: nn.Module | None
-) -> tuple[Tensor, Tensor]:
+def _top_k(gate: Tensor, k: int, ranked: Tensor, bias: nn.Module | None) -> tuple[Tensor, Tensor]:
     """Gates and indices of the k largest ranked entries of the last dimension; unlike topk, the first of equal ones.
 
     The choice is by the ranked values with the bias.
