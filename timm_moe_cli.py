@@ -5,6 +5,7 @@ They are apart from the package, since that imports torch, which takes seconds.
 
 import argparse
 import io
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,19 @@ _SOURCE = "train.py checkpoint, safetensors file, folder or hf-hub: name"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status."""
+    """Run a command and return the exit status, 130 if it is interrupted."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # Imports may be interrupted, too.
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    # Streams may be closed, in the order of their numbers. The next file would get the number.
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Not every locale has a ±, or the letters of every name.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -5,10 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import timm
-from common import SMALL_VIT, SMALL_VIT_KWARGS
+from common import ROOT, SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
 
 import timm_moe
@@ -239,6 +240,24 @@ def test_the_installed_command_and_its_help():
     done = subprocess.run([command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert {"demo", "export", "list", "info"} <= set(done.stdout.split())
+
+
+def test_closed_streams_are_no_error():
+    code = "import sys, timm_moe_cli; sys.exit(timm_moe_cli.main(['info', 'vit_xtiny_moe']))"
+    command = ["sh", "-c", '"$@" 2>&-', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("vit_xtiny_moe\n")
+
+
+def test_an_interrupt_amid_imports_is_no_traceback(monkeypatch, capsys):
+    class Interrupted(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "timm_moe.cli", Interrupted("timm_moe.cli"))
+    assert main(["list"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.ci

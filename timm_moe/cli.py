@@ -68,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
             traceback.print_exc()
         print(f"timm-moe: error: {describe(error)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
@@ -211,8 +209,8 @@ def _evaluate(args: argparse.Namespace) -> None:
     """Print metrics of one model, or of an ensemble of several, on images."""
     from .analysis.evaluation import evaluate, table  # It needs torchmetrics.
 
-    _check_json(args)
     images, ood_images = _images(args)
+    _check_json(args, images, ood_images)
     result = evaluate(args.sources, images, ood_images, **_loading(args))
     show(*args.sources, *table(result).split("\n"))
     _write_result(args, metrics=result)
@@ -220,12 +218,12 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _fewshot(args: argparse.Namespace) -> None:
     """Print accuracies of linear classifiers on a model's features of few images a class."""
-    _check_json(args)
     folders = []
     for folder in args.data_dir:
         training = image_folder(folder, args.train_split, args.class_map)
         test = image_folder(folder, args.split, args.class_map)
         folders.append(Folder(folder, training, test))
+    _check_json(args, *(images for folder in folders for images in (folder.train, folder.test)))
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])
@@ -280,6 +278,7 @@ def _routes(args: argparse.Namespace) -> None:
                 "--segmentation."
             )
         images = image_folder(args.data_dir, args.split, args.class_map)
+        check_apart(args.output_dir, (), _roots(images))
         (model,), images = load_classifiers([args.source], images, **loading)
         if mixing_layers(model):
             mixtures, image = collect_mixtures(model, images, loading["inference"])
@@ -317,6 +316,7 @@ def _routes_of_patches(
                 f"With --segmentation whole images of --data-dir itself are taken, so {option} has "
                 "no place."
             )
+    check_apart(args.output_dir, (), [args.data_dir, args.segmentation])
     classes = read_names(args.class_map) if args.class_map else None
     model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
@@ -341,6 +341,7 @@ def _report(args: argparse.Namespace) -> None:
         ) from error
     check_folder(args.output_dir, (FILE,), args.overwrite)
     images, ood_images = _images(args)
+    check_apart(args.output_dir, (), _roots(images, ood_images))
     page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
     show(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
 
@@ -354,7 +355,7 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
-def _check_json(args: argparse.Namespace) -> None:
+def _check_json(args: argparse.Namespace, *images: ImageDataset | None) -> None:
     """Check that the numbers can be written, and would not replace what is read.
 
     Raises:
@@ -366,7 +367,12 @@ def _check_json(args: argparse.Namespace) -> None:
     if not args.json:
         raise ValueError("--json takes the name of a file, got an empty one.")
     check_writable(args.json, args.overwrite)
-    check_apart(args.json, [*args.sources, args.class_map])
+    check_apart(args.json, [*args.sources, args.class_map], _roots(*images))
+
+
+def _roots(*images: ImageDataset | None) -> list[str]:
+    """Return the folders of images."""
+    return [each.reader.root for each in images if each is not None]
 
 
 def _write_result(args: argparse.Namespace, **result: Any) -> None:

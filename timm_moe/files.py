@@ -48,17 +48,22 @@ def check_writable(file: str | Path, overwrite: bool = False) -> None:
     _check_place(file)
 
 
-def check_apart(output: str | Path, sources: Iterable[Any]) -> None:
+def check_apart(output: str | Path, sources: Iterable[Any], images: Iterable[Any] = ()) -> None:
     """Check that a file to write is none that is read.
 
     Args:
         output: the file to write.
         sources: files and folders that are read; others than paths are ignored.
+        images: folders of images that are read.
 
     Raises:
-        ValueError: if the output is a source itself, or a file in a source's folder.
+        ValueError: if the output is a source itself, or a file in a source's folder or in one of
+            images.
     """
     output = Path(output).resolve()
+    for folder in images:
+        if output.is_relative_to(Path(folder).resolve()):
+            raise ValueError(f"{output} is in {folder}, whose images are read: write elsewhere.")
     for source in sources:
         if not isinstance(source, (str, Path)):
             continue

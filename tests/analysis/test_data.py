@@ -19,7 +19,8 @@ from timm.models import save_for_hf
 
 from timm_moe.analysis.data import Inference, class_names, image_folder, load_classifiers
 from timm_moe.analysis.evaluation import evaluate
-from timm_moe.analysis.routes.segmentation import MaskedImages
+from timm_moe.analysis.images import UnreadableImage
+from timm_moe.analysis.routes.segmentation import MaskedImages, pair_files, read_names
 from timm_moe.model_config import preprocessing
 from timm_moe_cli import main
 
@@ -524,3 +525,42 @@ def test_the_results_of_fewshot_are_printed_in_every_locale(tmp_path, monkeypatc
         options = ["--data-dir", str(tmp_path), "--shots", "1", "-j", "0", "--device", "cpu"]
         assert main(["fewshot", str(tmp_path / "vit"), *options]) == 0
     assert r"\xb1" in (tmp_path / "out").read_text()
+
+
+def test_pipes_are_told_of(tmp_path):
+    write_images(tmp_path, {"val": 1})
+    os.mkfifo(tmp_path / "map.txt")
+    with pytest.raises(OSError, match=r"map\.txt is a pipe or a device"):
+        image_folder(tmp_path, class_map=str(tmp_path / "map.txt"))
+    with pytest.raises(OSError, match=r"map\.txt is a pipe or a device"):
+        read_names(tmp_path / "map.txt")
+    os.mkfifo(tmp_path / "val" / "class0" / "1.png")
+    images = image_folder(tmp_path)
+    with pytest.raises(UnreadableImage, match=r"1\.png is a pipe or a device"):
+        list(images)
+
+
+def test_a_name_that_timm_cannot_sort_is_told_of(tmp_path):
+    write_images(tmp_path, {"val": 1})
+    (tmp_path / "val" / "class0" / "0.png").rename(tmp_path / "val" / "class0" / "1²3.png")
+    with pytest.raises(ValueError, match=r"cannot list .*: invalid literal .* '²'"):
+        image_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot list .*: invalid literal .* '²'"):
+        pair_files(tmp_path / "val", tmp_path / "val")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "fewshot", "routes", "report", "masks"])
+def test_no_output_goes_where_images_are_read(tmp_path, capsys, command):
+    write_images(tmp_path, {"val": 2, "train": 2})
+    place = tmp_path / "val" / "class0"
+    common = ["a.pth", f"--data-dir={tmp_path}", "--overwrite"]
+    folder = str(tmp_path / "val" / "new")
+    arguments = {
+        "evaluate": [*common, f"--json={place}/0.png"],
+        "fewshot": [*common, f"--json={place}/0.png"],
+        "routes": [*common, folder],
+        "report": [*common, folder],
+        "masks": [*common, str(tmp_path / "masks"), f"--segmentation={tmp_path}/masks"],
+    }[command]
+    assert main([command.replace("masks", "routes"), *arguments]) == 1
+    assert "whose images are read: write elsewhere" in capsys.readouterr().err

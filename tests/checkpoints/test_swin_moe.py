@@ -416,3 +416,17 @@ def test_a_truncated_file(length, tmp_path):
     with pytest.raises(ValueError, match="rank1 is damaged or not a checkpoint"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_files_that_a_run_resumes_from_have_no_master(tmp_path):
+    """Each process then writes what all share beside its experts."""
+    rest, experts = whole_model(cosine=True, num_experts=4)
+    prefix = write(tmp_path, rest, experts, ranks=2)
+    import_checkpoint(prefix, expected := tmp_path / "expected.safetensors")
+    master, parts = files_of(rest, experts, 2)
+    for rank, part in enumerate(parts):
+        torch.save({"model": {**master, **part}, "epoch": 3}, tmp_path / f"own.pth.rank{rank}")
+    import_checkpoint(tmp_path / "own", found := tmp_path / "found.safetensors")
+    first, second = load_file(expected), load_file(found)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -55,6 +55,11 @@ def naflex_vit(**options):
     return randomised(timm_moe.convert_to_moe(model, **{**OPTIONS, **options}))
 
 
+def ewa_naflex_vit():
+    model = timm.create_model("naflexvit_base_patch16_gap", **NAFLEX)
+    return randomised(timm_moe.convert_to_moe(model, moe_layers="every-1"))
+
+
 def assert_same(model, short, padded):
     """Compare outputs, losses, loads and gradients of two forwards that differ in padding alone."""
     results = []
@@ -170,6 +175,38 @@ def test_recomputation_sees_the_mask():
         loss.backward()
         results.append([stacked.grad for stacked in expert_parameters(model.layers[0]).values()])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("options", [{}, dict(shared_expert=True), None])
+def test_recomputation_of_a_layer_alone_sees_the_mask(options):
+    model = ewa_naflex_vit() if options is None else naflex_vit(**options)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        model.zero_grad()
+        (model(naflex(9, 4)).square().sum() + timm_moe.auxiliary_loss(model)).backward()
+        results.append([stacked.grad for stacked in expert_parameters(model).values()])
+        for layer in timm_moe.moe_layers(model).values():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    torch.testing.assert_close(*results)
+
+
+def test_a_mask_is_of_one_call():
+    """In eval mode EWA needs none; a later training call must not find it."""
+    model = ewa_naflex_vit()
+    model.eval()(naflex(9, 4))
+    layer = model.train().blocks[0].mlp
+    assert layer(torch.ones(2, 13 + model.num_prefix_tokens, 32)).any(-1).all()
+
+
+def test_a_shared_expert_leaves_padding_out():
+    model = naflex_vit(shared_expert=True)
+    rows = []
+    model.blocks[0].mlp.shared.register_forward_hook(
+        lambda _, inputs, output: rows.append(output[..., 0].numel())
+    )
+    model(naflex(9, 4))
+    assert rows == [9 + 6 + 2 * model.num_prefix_tokens]
 
 
 def test_images_that_are_counted_whole_cannot_have_padding():

@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_moe import ExpertWeightAveraging, auxiliary_loss, export_dense, moe_layers
-from timm_moe.integrations.lightning import ExpertCallback
+from timm_moe.integrations.lightning import RANDOM_STATES, ExpertCallback
 from timm_moe.layers import EwaMlp
 
 EWA = ("vit_tiny_ewa_moe", dict(share_schedule="linear"))
@@ -283,7 +283,15 @@ def test_a_process_that_failed_saves_alone():
     callback.on_exception(None, None, ArithmeticError())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.is_initialized", lambda: True)
-        assert len(callback.state_dict()["random_states"]) == 1
+        callback.on_save_checkpoint(None, None, checkpoint := {})
+    assert len(checkpoint[RANDOM_STATES]) == 1
+
+
+def test_to_ask_for_the_state_is_no_collective(monkeypatch):
+    """Lightning alone knows when all processes save."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    assert ExpertCallback().state_dict() == {}
 
 
 class Copying(lightning.Callback):
@@ -403,20 +411,22 @@ def test_all_generators_go_on(tmp_path, monkeypatch, device):
 
     callback = ExpertCallback()
     callback.setup(trainer_on(device), None, "fit")
-    torch.save(callback.state_dict(), tmp_path / "state.pt")
+    callback.on_save_checkpoint(None, None, checkpoint := {})
+    torch.save(checkpoint, tmp_path / "state.pt")
     drawn = drawing()
-    callback.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    callback.on_load_checkpoint(None, None, loaded)
     assert drawing() == drawn
 
 
 def test_a_checkpoint_of_more_processes_is_told():
     callback = ExpertCallback()
-    state = callback.state_dict()["random_states"][0]
+    callback.on_save_checkpoint(None, None, checkpoint := {})
     callback.setup(trainer_on("cpu"), None, "fit")
     before = torch.get_rng_state()
     torch.rand(1)
     with pytest.warns(UserWarning, match="the random state of 2 processes and this run has 1"):
-        callback.load_state_dict({"random_states": [state, state]})
+        callback.on_load_checkpoint(None, None, {RANDOM_STATES: checkpoint[RANDOM_STATES] * 2})
     assert (torch.get_rng_state() != before).any()
 
 

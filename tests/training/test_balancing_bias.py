@@ -4,6 +4,7 @@ It moves one step an optimizer step, by the choices of all processes.
 """
 
 import copy
+import logging
 import os
 
 import pytest
@@ -244,14 +245,25 @@ def worker_alone(rank, folder):
     One of them has fewer layers, and the last has none.
     """
     join_group(rank, folder, processes=3)
+    told = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("timm_moe").addHandler(handler)
     if rank < 2:
         model = make_model(moe_layers="1,3" if rank else "3")
+        if rank:
+            for bias in biases(model):
+                bias.process_groups = ()
         images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(rank))
         expected = signs(loads(model, images))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(images).sum().backward()
         optimizer.step()
         assert steps(model) == expected, (steps(model), expected)
+        model(images).sum().backward()
+        optimizer.step()
+        name = "The balancing bias of blocks.3.mlp counts the choices of this process alone"
+        assert [message.startswith(name) for message in told] == [True] * (1 - rank)
     os._exit(0)
 
 

@@ -14,6 +14,7 @@ from timm.data import ImageDataset, create_dataset
 from timm.utils import natural_key
 
 from ..console import describe
+from ..files import require_file
 
 _logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ def image_folder(
 def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
     if not os.path.isdir(data_dir):
         raise FileNotFoundError(f"No such folder of images: {data_dir!r}.")
+    for place in filter(None, [class_map, class_map and os.path.join(data_dir, split, class_map)]):
+        require_file(Path(place))
     options: Any = {"class_map": class_map}  # a file's name too, though timm annotates a dict
     try:
         dataset = create_dataset("", root=data_dir, split=split, **options)
@@ -84,8 +87,8 @@ def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
             f"{data_dir} has no image of a class in its split {split!r}: {describe(error)}"
         ) from error
     except Exception as error:  # timm asserts, and a damaged pickle may end in anything
-        if not class_map:
-            raise
+        if not class_map:  # such as a digit in a name that is no number for Python, as in 1²3
+            raise ValueError(f"timm cannot list {data_dir}: {describe(error)}") from error
         raise ValueError(f"The class map {class_map} cannot be read: {describe(error)}") from error
     if split and dataset.reader.root == data_dir:  # without the split timm takes all that there is
         folders = sorted(path.name for path in Path(data_dir).iterdir() if path.is_dir())
@@ -194,6 +197,8 @@ def read_image(file: Any, mode: str | None = None) -> Image.Image:
         UnreadableImage: if it is damaged or of another format than :data:`FORMATS`.
     """
     try:
+        if isinstance(file, (str, Path)):
+            require_file(Path(file))
         image: Image.Image = Image.open(file, formats=FORMATS)
         image.load()
         return image if mode is None else image.convert(mode)

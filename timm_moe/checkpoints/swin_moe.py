@@ -161,19 +161,22 @@ def _read(prefix: str | Path) -> tuple[Tensors, list[Tensors]]:
     A single file is that of one process.
     """
     base = re.sub(r"\.pth(\.(master|global|rank\d+))?$", "", str(prefix)) + ".pth"
-    files = [Path(f"{base}{suffix}") for suffix in (".master", ".global", "")]
+    # A run that goes on has no .master: each process writes what is shared, too.
+    files = [Path(f"{base}{suffix}") for suffix in (".master", ".global", "", ".rank0")]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise FileNotFoundError(
             f"There is no {files[0]}: give the path that the checkpoint's files begin with."
         )
     weights = _weights(file)
-    if file == files[0]:
-        return weights, _read_ranks(base, file)
+    if file in (files[1], files[2]):  # of one process
+        rest, experts = _separated(weights)
+        return rest, [experts] if experts else []
 
-    experts = {name: tensor for name, tensor in weights.items() if _EXPERTS in name}
-    rest = {name: tensor for name, tensor in weights.items() if name not in experts}
-    return rest, [experts] if experts else []
+    ranks = _read_ranks(base, file)
+    if file == files[3]:
+        return _separated(weights)[0], [_separated(rank)[1] for rank in ranks]
+    return weights, ranks
 
 
 def _read_ranks(base: str, file: Path) -> list[Tensors]:
@@ -192,6 +195,12 @@ def _read_ranks(base: str, file: Path) -> list[Tensors]:
         if _shapes(ranks[-1]) != _shapes(ranks[0]):
             raise ValueError(f"{rank_file} and {base}.rank0 are of different checkpoints.")
     return ranks
+
+
+def _separated(weights: Tensors) -> tuple[Tensors, Tensors]:
+    """Separate what all processes share and the experts of one."""
+    experts = {name: tensor for name, tensor in weights.items() if _EXPERTS in name}
+    return {name: tensor for name, tensor in weights.items() if name not in experts}, experts
 
 
 def _weights(file: Path) -> Tensors:

@@ -29,6 +29,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["ExpertCallback"]
 
+#: Key of a checkpoint for the random state of each process.
+RANDOM_STATES = "timm_moe_random_states"
 #: Types of devices whose random state torch reads.
 _GPUS = ("cuda", "mps", "xpu")
 
@@ -127,23 +129,29 @@ class ExpertCallback(Callback):
         self._failed = True
         self._run.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the random states of all processes, which wait for each other here."""
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the random state of each process; Lightning asks all of them to save."""
         own = _random_state(self._device)
         states: list[Any] = [own]
         # After an exception this may be the only process that saves, so it waits for nobody.
         if is_distributed() and not self._failed:
             states = [None] * distributed.get_world_size()
             distributed.all_gather_object(states, own)
-        return {"random_states": states}
+        checkpoint[RANDOM_STATES] = states
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Restore the random state of this process.
 
         This happens at once, since the optimizers may ask for the data next, which is then
         shuffled.
         """
-        states = state_dict["random_states"]
+        states = checkpoint.get(RANDOM_STATES)
+        if states is None:  # The run had no such callback.
+            return
         rank = distributed.get_rank() if is_distributed() else 0
         processes = distributed.get_world_size() if is_distributed() else 1
         if self._fitting and len(states) == processes:

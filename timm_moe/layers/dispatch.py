@@ -145,20 +145,24 @@ class Routing(NamedTuple):
         )
 
 
-def images_of_group(batch: int, group_images: int | None, is_training: bool) -> int:
+def images_of_group(batch: int, group_images: int, is_training: bool) -> int:
     """Return the number of images of each group of a batch.
 
     Args:
         batch: number of images of the batch.
-        group_images: wanted number of images of a group; None for one group. In eval mode a batch
-            that it does not divide is one group.
+        group_images: wanted number of images of a group. In eval mode a batch that it does not
+            divide is one group.
         is_training: whether this is training.
 
     Raises:
         ValueError: if ``group_images`` does not divide the batch in training.
     """
-    if group_images is None or group_images == 1 or batch % group_images == 0:
-        return group_images or batch
+    if group_images == 1:
+        return 1
+    if isinstance(batch, Tensor):  # in a trace, where the answer would be that for the traced batch
+        return group_images + (batch - group_images) * (batch % group_images).clamp(max=1)
+    if batch % group_images == 0:
+        return group_images
     if is_training:
         allowed = [str(number) for number in range(1, batch + 1) if batch % number == 0]
         raise ValueError(

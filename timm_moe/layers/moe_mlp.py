@@ -62,6 +62,7 @@ class MoeMlp(Experts):
     calls_since_step = 0
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
+    _last_padding: Tensor | None = None  # of the last call, which gradient checkpointing may repeat
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class MoeMlp(Experts):
 
     # Weak references cannot be pickled.
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "replaced": (), "padding": None}
+        return {**self.__dict__, "replaced": (), "padding": None, "_last_padding": None}
 
     # A deep copy or an unpickled layer is another one, which is registered too.
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -164,19 +165,17 @@ class MoeMlp(Experts):
                 f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
                 "the targets and modules_to_save."
             )
-        return self.compute(x, routing)
-
-    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
-        """Compute what :meth:`forward` returns, with zero for rows of padding.
-
-        A given routing leaves rows of padding out.
-        """
+        if self.padding is None and in_backward():  # This layer alone is recomputed.
+            self.padding = self._last_padding
         padding = self.padding_of(x)
-        self.padding = None
         if padding is None:
-            return self._route(x, routing)
-        y_VD = self._route(x[~padding], routing)
-        return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
+            y = self.compute(x, routing)
+        else:  # zeros, and a given routing leaves these rows out
+            y_VD = self.compute(x[~padding], routing)
+            y = y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
+        if self.padding is not None or self._last_padding is not None:
+            self._last_padding, self.padding = self.padding, None
+        return y
 
     def padding_of(self, x: Tensor) -> Tensor | None:
         """Return which rows of x are padding to leave out, (...), or None.
@@ -200,8 +199,8 @@ class MoeMlp(Experts):
             )
         return None if router.needs_whole_images else padding
 
-    def _route(self, x: Tensor, routing: Routing | None) -> Tensor:
-        """Map rows (..., D), without padding, by the router's or by a given routing."""
+    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
+        """Compute what :meth:`forward` returns, for rows (..., D) without padding."""
         self._count_forward()
         mode = current_mode()
         routing = self.router(x) if routing is None else routing
@@ -378,6 +377,10 @@ class EwaMlp(MoeMlp):
 
     def __init__(self, ffn: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
         super().__init__(ffn, RandomPartition(num_experts), num_experts, expert_init, **options)
+
+    def padding_of(self, x: Tensor) -> Tensor | None:
+        """As :class:`MoeMlp`; in eval mode padding changes nothing."""
+        return super().padding_of(x) if self.training else None
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map each row of x as :class:`MoeMlp` does, in eval mode by the mean of the experts."""

@@ -277,8 +277,12 @@ class TopKRouter(RecordingRouter):
         return chosen_GSK if self.route_scale == 1 else chosen_GSK * self.route_scale
 
     def _groups(self, batch: int) -> int:
-        """Return G for a batch of this many entries."""
-        return max(1, batch // max(1, images_of_group(batch, self.group_images, self.training)))
+        """Return G for a batch of this many entries: only capacities and losses are of groups."""
+        drops = self.training or self.eval_capacity_factor is not None
+        if self.group_images is None or not drops:
+            return 1
+        groups = batch // images_of_group(batch, self.group_images, self.training)
+        return groups if isinstance(groups, Tensor) else max(1, groups)
 
     def _logits(self, x_GBND: Tensor) -> Tensor:
         """Return the logits, (G, B, N, E), of the experts among which a row chooses."""

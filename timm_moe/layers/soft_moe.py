@@ -100,6 +100,9 @@ class SoftMoeMlp(MoeMlp):
     It takes the arguments of :class:`MoeMlp`, the router being a :class:`SoftRouter`.
     """
 
+    def padding_of(self, x: Tensor) -> None:
+        """None: no row is left out, as the shape of images is needed."""
+
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map the tokens (B, ..., D) of B images, to zero for padding, which takes part in no slot.
 
@@ -113,7 +116,6 @@ class SoftMoeMlp(MoeMlp):
                 f"Soft MoE needs the tokens of images, (B, ..., D), got a tensor {tuple(x.shape)}."
             )
         padding = self.padding
-        self.padding = None
         if padding is not None:
             padding = padding.flatten(1) if padding.shape == x.shape[:-1] else None
 

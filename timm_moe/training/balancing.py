@@ -4,6 +4,7 @@ The biases are :class:`timm_moe.layers.BalancingBias`.
 """
 
 import gc
+import logging
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.optim import Optimizer
 
 from ..layers import BalancingBias, MoeMlp
 from ..layers.living import living
-from .optimizers import is_distributed, is_skipped, trained_layers
+from .optimizers import is_distributed, is_first_time, is_skipped, trained_layers
 from .router_losses import routed
+
+_logger = logging.getLogger(__name__)
 
 #: Name of the class that, beside DDP, trains a model as one over its process_group. Its import
 #: would take long.
@@ -37,8 +40,17 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # whose step has moved the biases already.
     if not layers or is_skipped(optimizer):
         return
+    unknown = [layer for layer in layers if layer.router.balancing_bias.process_groups is None]
     for group, biases in _by_group(layers):
         _move(biases, group)
+    alone = [layer for layer in unknown if layer.router.balancing_bias.process_groups == ()]
+    if alone and distributed.get_world_size() > 1 and is_first_time(optimizer, "balanced alone"):
+        _logger.warning(
+            f"The balancing bias of {alone[0].path or 'an expert layer'} counts the choices of "
+            "this process alone, as neither a DistributedDataParallel nor a mesh (FSDP2) holds "
+            "it. If several processes train the layer as one, name their group: "
+            "router.balancing_bias.process_groups = (group,); else () says that it is right."
+        )
 
 
 def _move(biases: list[BalancingBias], groups: tuple[Any, ...]) -> None:

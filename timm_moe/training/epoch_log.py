@@ -72,13 +72,25 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
         return []
     try:
         epochs = json.loads(read_text(file))["epochs"]
-        if not all({"epoch", "share_rate", "layers"} <= entry.keys() for entry in epochs):
-            raise KeyError("an epoch lacks an entry")
+        if not all(map(_is_epoch, epochs)):
+            raise ValueError("an entry is no epoch's")
         return sorted(epochs, key=lambda entry: entry["epoch"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} is damaged: it is not the list of epochs that training writes."
         ) from error
+
+
+def _is_epoch(entry: dict[str, Any]) -> bool:
+    """Tell if an entry of the file holds numbers where :func:`write_epoch` writes numbers."""
+    layers = entry["layers"].values()
+    numbers = [entry["share_rate"]]
+    for layer in layers:
+        numbers += [layer.get("spread"), layer.get("dropped"), *layer.get("load", [])]
+        numbers += layer.get("losses", {}).values()
+    return type(entry["epoch"]) is int and all(
+        number is None or type(number) in (int, float) for number in numbers
+    )
 
 
 @torch.no_grad()

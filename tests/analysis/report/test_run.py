@@ -1,6 +1,7 @@
 """The section on the training run, from the files that training leaves."""
 
 import json
+import time
 
 import pytest
 
@@ -43,6 +44,35 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
     )
     (tmp_path / FILE).write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
+        run_section(tmp_path)
+
+
+def test_a_long_summary_takes_linear_time_and_a_damaged_one_is_named(tmp_path):
+    rows = [f"{epoch},nan,1.0" for epoch in range(40_000)]
+    file = tmp_path / "summary.csv"
+    file.write_text("\n".join(["epoch,train_loss,eval_loss", *rows]))
+    started = time.process_time()
+    assert "epochs 0 to 39999" in parts_of(tmp_path)["Does the loss still fall?"].text
+    assert time.process_time() - started < 20
+    file.write_text("epoch,train_loss\n0,much\n")
+    with pytest.raises(ValueError, match=r"summary.csv is damaged: .* 'much'"):
+        run_section(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        dict(epoch="0", share_rate=0.1, layers={}),
+        dict(epoch=0, share_rate="0.1", layers={}),
+        dict(epoch=0, share_rate=0.1, layers=[]),
+        dict(epoch=0, share_rate=0.1, layers={"a": 1}),
+        dict(epoch=0, share_rate=0.1, layers={"a": {"load": ["x"]}}),
+        dict(epoch=0, share_rate=0.1, layers={"a": {"losses": {"z": []}}}),
+    ],
+)
+def test_an_odd_log_of_epochs_is_named(tmp_path, entry):
+    (tmp_path / FILE).write_text(json.dumps({"epochs": [entry]}))
+    with pytest.raises(ValueError, match=r"experts.json is damaged"):
         run_section(tmp_path)
 
 
@@ -165,3 +195,15 @@ def test_a_damaged_run_is_told_before_the_images_are_seen(splits, tmp_path, monk
     )
     with pytest.raises(ValueError, match=f"{FILE} is damaged"):
         write_report([tmp_path / "last.pth.tar"], image_folder(splits), tmp_path / "out")
+
+
+def test_charts_start_before_the_images_are_run_on(splits, tmp_path, monkeypatch):
+    """Where memory is short, that ends the process."""
+
+    def start():
+        raise MemoryError("V8")
+
+    monkeypatch.setattr(timm_moe.analysis.report, "chart_library", start)
+    monkeypatch.setattr(timm_moe.analysis.report, "observe", None)
+    with pytest.raises(MemoryError, match="V8"):
+        write_report([tmp_path / "none.pth.tar"], image_folder(splits), tmp_path / "out")

@@ -15,7 +15,7 @@ from ...model_config import get_pretrained_cfg
 from ..data import Inference, Source, class_names, describe_source, load_classifiers
 from ..info import measure
 from .observe import observe
-from .page import Section, page
+from .page import Section, chart_library, page
 from .sections.classifier import classifier_section
 from .sections.model import model_section
 from .sections.routing import routing_section
@@ -60,6 +60,7 @@ def write_report(
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
         OSError: if the page cannot be written.
     """
+    chart_library()  # It may end the process, so it starts before the models run on images.
     inference = inference or Inference()
     classes = len(class_names(images))
     # A file may be damaged, so the files are read before the models run.

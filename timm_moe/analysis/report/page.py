@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -75,8 +76,18 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
         version=__version__,
         style=folder.joinpath("page.css").read_text(encoding="utf-8"),
         script=folder.joinpath("page.js").read_text(encoding="utf-8"),
-        library=vl_convert.javascript_bundle(),  # type: ignore[call-arg]  # its stub knows no default
+        library=chart_library(),
     )
+
+
+@cache
+def chart_library() -> str:
+    """Return the JavaScript that draws charts.
+
+    The first call starts V8, which ends the process if memory is short.
+    """
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub knows no default
+    return bundle
 
 
 def _rows(sections: Mapping[str, Section]) -> dict[str, list[tuple[str, Part]]]:

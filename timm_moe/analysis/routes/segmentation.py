@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ...console import describe
+from ...files import require_file
 from ..data import Inference, reading
 from ..images import UnreadableImage, read_image
 
@@ -47,6 +48,8 @@ def _files(folder: Path) -> dict[Path, Path]:
     """Find the images of a folder, as timm does, by their path in it without the ending."""
     try:
         reader = create_reader("", root=str(folder), input_key=";".join(_SUFFIXES))
+    except ValueError as error:  # a digit in a name that is no number for Python, as in 1²3
+        raise ValueError(f"timm cannot list {folder}: {describe(error)}") from error
     except (AssertionError, RuntimeError) as error:  # no folder, no image
         raise FileNotFoundError(
             f"{folder} has no image: their names end in {', '.join(_SUFFIXES)}."
@@ -70,8 +73,10 @@ def read_names(file: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: if there is no such file.
+        OSError: if it is a pipe or a device.
         ValueError: if it is no text, has an empty line before a name, or a name twice.
     """
+    require_file(Path(file))
     try:
         # Some editors begin a file with a byte-order mark, which utf-8-sig leaves out.
         lines = Path(file).read_text(encoding="utf-8-sig").rstrip().split("\n")

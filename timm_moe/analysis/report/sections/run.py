@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ....console import describe
 from ....files import read_text
 from ....training.epoch_log import read_epochs
 from .. import charts
@@ -44,7 +45,7 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
         return None
     rows, epochs = _summary(folder), read_epochs(folder)
     points = [
-        {"epoch": int(row["epoch"]), "value": row[column], key: series}
+        {"epoch": row["epoch"], "value": row[column], key: series}
         for row in rows
         for column, (key, series) in COLUMNS.items()
         if column in row and not (series == "top-5" and classes and classes <= 5)
@@ -73,7 +74,7 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     return Section("run", "The training run", known) if known else None
 
 
-def _summary(folder: Path) -> list[dict[str, float]]:
+def _summary(folder: Path) -> list[dict[str, Any]]:
     """Read the figures in summary.csv by epoch.
 
     If an epoch is there again, its earlier row and the rows after that are another run's and left
@@ -82,11 +83,19 @@ def _summary(folder: Path) -> list[dict[str, float]]:
     file = folder / "summary.csv"
     if not file.exists():
         return []
-    rows: list[dict[str, float]] = []
-    for row in csv.DictReader(read_text(file).splitlines()):
-        if (row.get("epoch") or "").isdecimal():
-            figures = {name: float(row[name]) for name in ("epoch", *COLUMNS) if row.get(name)}
-            rows = [*(earlier for earlier in rows if earlier["epoch"] < figures["epoch"]), figures]
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in csv.DictReader(read_text(file).splitlines()):
+            if (row.get("epoch") or "").isdecimal():
+                figures: dict[str, Any] = {"epoch": int(row["epoch"])}
+                figures |= {name: float(row[name]) for name in COLUMNS if row.get(name)}
+                while rows and rows[-1]["epoch"] >= figures["epoch"]:
+                    rows.pop()
+                rows.append(figures)
+    except (ValueError, csv.Error) as error:
+        raise ValueError(
+            f"{file} is damaged: it is not the table that train.py writes ({describe(error)})."
+        ) from error
     return rows
 
 
@@ -134,7 +143,8 @@ def _lost(epochs: Sequence[int]) -> str:
     """Write a sentence on the epochs that a chart leaves out, such as "epochs 1 to 3 and 7"."""
     if not epochs:
         return ""
-    spans = [[*span] for _, span in groupby(epochs, lambda epoch: epoch - epochs.index(epoch))]
+    numbered = groupby(enumerate(epochs), lambda pair: pair[1] - pair[0])
+    spans = [[epoch for _, epoch in span] for _, span in numbered]
     ranges = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
     listed = " and ".join(filter(None, [", ".join(ranges[:-1]), ranges[-1]]))
     return (
