@@ -44,6 +44,7 @@ VITS = ("vit", "deit", "vmoe", "vimoe", "widenet", "ones")
 ON_IMAGES = "--batch-size 8 --workers 0 --device cpu --overwrite"
 RUN = {
     "timm-moe benefits": "",
+    "timm-moe compare": ON_IMAGES,
     "timm-moe demo": "--epochs 1",
     "timm-moe evaluate": ON_IMAGES,
     "timm-moe export": "--overwrite",
@@ -95,6 +96,8 @@ CHECKPOINTS = {
     "last.pth.tar": ("vit_small_moe", {}),
     "seed1/last.pth.tar": ("vit_small_moe", {}),
     "seed2/last.pth.tar": ("vit_small_moe", {}),
+    "dense-*": ("vit_small_patch16_224", {}),
+    "ewa-*": ("vit_small_ewa_moe", {}),
     "model/last.pth.tar": ("vit_small_moe", {}),
     "teacher/last.pth.tar": ("vit_small_moe", {}),
     "a.pth.tar": ("vit_small_moe", {}),
@@ -319,10 +322,19 @@ def write_masks(folder, places):
                 Image.fromarray(pixels).save(folder / name / f"{index}.png")
 
 
-def write_checkpoint(file, name, options):
+def files_of(name):
+    """Yield the files of a checkpoint, or of the experiments that a name with * stands for, and their seeds."""
+    if "*" not in name:
+        yield name, 0
+    for seed in range(2 if "*" in name else 0):
+        yield f"output/train/{name.replace('*', str(seed))}/last.pth.tar", seed
+
+
+def write_checkpoint(file, name, options, seed):
     options = {**SMALL, **options}
     model = timm.create_model(name, num_classes=3, **options)
     args = argparse.Namespace(model=name, num_classes=3, model_kwargs=options, img_size=32)
+    args.seed = seed
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"epoch": 0, "arch": name, "args": args, "state_dict": model.state_dict()}, file)
 
@@ -341,7 +353,8 @@ def write_named(folder, splits, text):
         (folder / name).symlink_to(splits)
     for name, (model, options) in CHECKPOINTS.items():
         if name in text:
-            write_checkpoint(folder / name, model, options)
+            for file, seed in files_of(name):
+                write_checkpoint(folder / file, model, options, seed)
     for name, places in MASKS.items():
         if name in text:
             write_masks(folder / name, places)
