@@ -40,7 +40,7 @@ COMMANDS = [(block.section, words) for block in BLOCKS for words in block.comman
 # --- the commands that run, with added options, and those that do not, with the reason
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=8, num_heads=2)
-VITS = ("vit", "deit", "vmoe", "vimoe", "widenet", "ones")
+VITS = ("vit", "deit", "eva", "vmoe", "vimoe", "widenet", "ones")
 ON_IMAGES = "--batch-size 8 --workers 0 --device cpu --overwrite"
 RUN = {
     "timm-moe benefits": "",
@@ -65,6 +65,7 @@ NOT_RUN = {
     "pip install": "installs packages",
     "hf auth login": "asks for a token",
     "git clone": "downloads",
+    "python -m venv": "makes an environment",
     "torchrun": "starts several processes: test_ddp.py, test_fsdp.py, test_expert_parallel_use.py in tests/training",
     "pytest": "runs this file too",
     "ruff": "a part of .ci/run",
@@ -78,7 +79,7 @@ NOT_RUN = {
     "python examples/point_clouds.py": "trains for hours: tests/project/test_point_clouds.py",
 }
 #: Commands without an argparse parser.
-NO_PARSER = ("python tests/timm_models.py", "python -m studies.script")
+NO_PARSER = ("python tests/timm_models.py", "python -m studies.script", "python -m venv")
 
 # --- the files in the folder of a section
 
@@ -112,8 +113,13 @@ IMPORTS = "import timm, timm_moe, torch\n"
 SMALL_MODEL = f"model = timm.create_model('vit_small_moe', num_classes=3, **{SMALL})\n"
 TRAINING = "criterion, images, labels = torch.nn.CrossEntropyLoss(), torch.randn(3, 3, 224, 224), torch.arange(3)\n"
 BEFORE = {
-    "README.md: Export and publish": "import timm, timm_moe, transformers",
-    "README.md: In Python": IMPORTS + TRAINING,
+    "README.md: Other trainers, and a loop of your own": """
+import timm, transformers
+from torch.utils.data import DataLoader, TensorDataset
+"""
+    + "import torch\n"
+    + SMALL_MODEL.replace("small_moe", "small_patch16_224")
+    + "loader = DataLoader(TensorDataset(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])), 2)\n",
     "docs/evaluate.md: `timm-moe evaluate`": IMPORTS + SMALL_MODEL,
     "docs/evaluate.md: `timm_moe.analysis.metrics`": IMPORTS
     + "model = timm.create_model('vmoe_pbe_s32', img_size=64, embed_dim=32, depth=4, num_heads=2, num_classes=100)\n"
@@ -127,6 +133,10 @@ BEFORE = {
     "docs/pbe.md: The method": IMPORTS
     + SMALL_MODEL.replace("vit_small_moe", "vmoe_pbe_s32")
     + TRAINING.replace("224", "32"),
+    "docs/train.md: Split a folder": "import sys; sys.argv = ['split.py', 'DIR/train', 'parts']\n",
+    "docs/upcycle.md: A checkpoint of your own": "import timm\nfrom safetensors.torch import save_file\n"
+    "dense = timm.create_model('vit_small_patch16_224', num_classes=10)\n"
+    "save_file(dense.state_dict(), 'my-vit.safetensors')\n",
     "docs/trainers.md: Several processes": IMPORTS
     + SMALL_MODEL.replace("small", "small_ewa")
     + """
@@ -158,6 +168,12 @@ AFTER = {
     "CONTRIBUTING.md: Add a gathering method": "assert type(dense).__module__ == 'timm.models.vision_transformer'",
     "CONTRIBUTING.md: Add a family": "import timm_moe; assert type(timm_moe.to_dense(model)) is MlpMixer",
     "CONTRIBUTING.md: Add an integration": "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2",
+    "docs/train.md: Split a folder": "counts = [len(list(target.glob(f'{split}/*/*.png'))) "
+    "for split in ('train', 'validation')]; assert counts == [9, 3], counts",
+    "docs/upcycle.md: A checkpoint of your own": "assert model.pretrained_cfg['mean'] == (0.4, 0.4, 0.4); "
+    "assert model.head.weight.equal(dense.head.weight)",
+    "docs/upcycle.md: A detection backbone, in and out": "assert type(detector.backbone.features[1][1].mlp) "
+    "is type(torchvision.models.swin_t().features[1][1].mlp)",
     "docs/trainers.md: Hugging Face Trainer": EXPORTED,
     "docs/trainers.md: Lightning": EXPORTED,
     "docs/trainers.md: A loop of your own": EXPORTED,
@@ -253,7 +269,9 @@ def test_files_and_extras_are_there():
     words = [word for _, words in COMMANDS for word in words]
     files = [word for word in words if re.fullmatch(r"(tests|examples)/.*\.py", word)]
     extras = ",".join(
-        found[1] for word in words if (found := re.fullmatch(r"(?:\.|timm_moe)\[(.*)\]", word))
+        found[1]
+        for word in words
+        if (found := re.fullmatch(r"(?:\.|(?:\./)?timm_moe)\[(.*)\]", word))
     )
     project = (ROOT / "pyproject.toml").read_text()
     assert files
