@@ -18,6 +18,12 @@ from timm_moe.analysis.info import activation_bytes, byte_text, model_info
 from timm_moe_cli import main
 
 
+def test_all_public_names_are_listed():
+    """What is imported at first use too, so that a shell completes it."""
+    assert {*timm_moe.__all__} <= {*dir(timm_moe)}
+    assert "export_dense" in dir(timm_moe)
+
+
 def test_list(capsys):
     assert main(["list"]) == 0
     names = capsys.readouterr().out.split()

@@ -67,3 +67,7 @@ def __getattr__(name: str) -> Any:
         if name == "checkpoints"
         else getattr(callbacks, name)
     )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
