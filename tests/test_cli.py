@@ -211,6 +211,10 @@ def test_export(ewa_vit, tmp_path, capsys):
             "share_rate must lie between 0 and",
         ),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "nonsense=1"], "nonsense"),
+        (
+            ["info", "vmoe_b16", "--model-kwargs", "num_expert=8"],
+            "unexpected keyword argument 'num_expert'; did you mean num_experts?",
+        ),
         (["info", "vit_small_patch16_224", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["info", "no_such_model"], "Unknown model (no_such_model)"),
         (["export", "missing.pth", "out"], "missing.pth is neither a file nor a folder"),

@@ -285,7 +285,7 @@ def test_the_costs_and_the_papers_gains_in_the_readme_are_those_of_the_models():
         for line in (ROOT / "README.md").read_text().splitlines()
         if re.match(r"\| [^|]+ \| `\w+` \| \d", line)
     ]
-    assert len(rows) == 7
+    assert len(rows) == 6
     gains = {(row.study, row.arm): row.paper() for row in overview.ROWS}
     for _, name, total, deployed, memory, _, paper in rows:
         info = model_info(name.strip("`"), num_classes=20)

@@ -1,5 +1,6 @@
 """The routers that ``convert_to_moe(router=...)`` takes, by name."""
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -136,6 +137,12 @@ def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[
     return tuple(dict.fromkeys([*_COMMON, *(name for spec in specs for name in spec.defaults())]))
 
 
+def nearest_option(name: str) -> str:
+    """Ask for the option that a mistyped name is nearest to: ``"; did you mean num_experts?"``, or nothing."""
+    nearest = difflib.get_close_matches(name, moe_options(), n=1, cutoff=0.8)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
 def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
     """Return the spec of a registered name, or make one for a callable; ValueError if there is none."""
     if isinstance(router, RouterSpec):
@@ -164,7 +171,9 @@ def split_options(
             continue
         owner = next((other for other in _registered.values() if name in other.defaults()), None)
         if owner is None:
-            raise TypeError(f"convert_to_moe got an unexpected keyword argument {name!r}.")
+            raise TypeError(
+                f"convert_to_moe got an unexpected keyword argument {name!r}{nearest_option(name)}."
+            )
         default = owner.defaults()[name]
         if (_none(value) if default is None else value) != default:
             raise ValueError(
