@@ -204,9 +204,10 @@ SAID = {
 NO_RESULTS = (
     r"version 0\.1\.0",
     r"Apache-2\.0",
-    r"Python 3\.10, torch 2\.10 \(macOS: 2\.14\), timm 1\.0\.28",
+    r"Python 3\.10, timm 1\.0\.28, torch 2\.10 or newer \(macOS: 2\.14\)",
     r"torch 2\.11",
     r"1\.37 GB",
+    r"EWA fine-tuned \+0\.45",
 )
 #: The papers' gains in the README's table, by model: the row of the overview that has them.
 PAPERS = {
