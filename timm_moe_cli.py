@@ -162,9 +162,13 @@ def _list(parser: argparse.ArgumentParser) -> None:
 
 
 def _info(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="registered name, or a checkpoint, folder or hf-hub: name"
+    models = (
+        "registered name, with experts or without, or a checkpoint, folder or hf-hub: name; "
+        "several are shown side by side"
     )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help=models)
+    batch = "measure on the CPU what a training step of N images keeps for its backward"
+    parser.add_argument("--batch", type=int, metavar="N", help=batch)
     name = "registered name of a checkpoint's model, for files that do not say it themselves"
     parser.add_argument("--model", dest="name", metavar="NAME", help=name)
     _add_model_options(parser)
@@ -174,6 +178,18 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser, "several are an ensemble")
     _add_data_options(parser)
     _add_ood_options(parser)
+    _add_json_options(parser)
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    runs = (
+        "experiment of train.py, by its folder or by its name in output/train, whose last.pth.tar "
+        f"is taken; or {_SOURCE}. Runs that are called alike but for a number at the end, as "
+        "dense-0 and dense-1, are one method; all are compared with the first"
+    )
+    parser.add_argument("sources", nargs="+", metavar="RUN", help=runs)
+    parser.add_argument("--plot", metavar="FILE", help="draw the runs and differences, as a.png")
+    _add_data_options(parser)
     _add_json_options(parser)
 
 
@@ -252,6 +268,7 @@ _COMMANDS = {
     "list": ("list the registered models by family", _list),
     "info": ("show the size, cost and expert layers of a model", _info),
     "evaluate": ("accuracy, calibration and diversity of a classifier or ensemble", _evaluate),
+    "compare": ("is one method better than another, over runs paired by seed?", _compare),
     "fewshot": ("how few images of new classes a model's features need (pBE)", _fewshot),
     "benefits": ("the share of what experts bring that a dense student keeps (OneS)", _benefits),
     "routes": ("which classes a routed model sends to which experts", _routes),

@@ -340,7 +340,7 @@ def way(figure: Figure) -> None:
     for panel in (dense, training, back):
         panel.box(5, 5.2, "attention", width=7.0, height=1.1)
     for panel in (dense, back):
-        panel.box(5, 3.0, "feed-forward", COLOURS[2], width=7.0, height=1.1)
+        panel.box(5, 3.0, "feed-forward", GREY, width=7.0, height=1.1)  # of no expert
     experts(training, 3.0)
     for panel, word in ((training, "create_model"), (back, "export_dense")):
         panel.arrow((-2.4, 4.1), (0.0, 4.1))

@@ -1,17 +1,19 @@
 """The tables of the documentation.
 
-``python docs/model_tables.py models papers`` writes both to docs/generated.
+``python docs/model_tables.py models papers costs`` writes them to docs/generated.
 """
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import timm
 from paper_figures import FIGURES, PAPERS, number_text
 from timm.models import get_arch_pretrained_cfgs, model_entrypoint
 
-from timm_moe.analysis.info import model_info
+from timm_moe.analysis.info import activation_bytes, byte_text, model_info
 from timm_moe.convert.blocks import activated_parameters, moe_layers, parameters
 from timm_moe.convert.find import ffn_paths
 from timm_moe.models import ewa
@@ -187,16 +189,79 @@ def _sizes() -> Iterator[list[str]]:
         ]
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+_COSTS = """\
+# What the models cost
+
+`python docs/model_tables.py costs` writes this page. *Parameters in training* counts the experts,
+and *deployed* those of the model that is published: the dense one for EWA, otherwise with the
+experts. *Memory* is what training in float32 by AdamW holds whatever the batch: weights, gradients
+and two moments, 16 bytes a parameter, counted and not measured on a GPU. *Activations* are what a
+training step of 8 images keeps for its backward, measured on a CPU in float32; they grow with the
+batch, `--amp` about halves them, and a GPU pads experts to equally many rows. *Checkpoint* is a
+file of train.py (12 bytes a parameter; `--model-ema` adds 4), of which timm keeps 10 unless
+`--checkpoint-hist` says otherwise. All have 20 classes. `timm-moe info NAME NAME --batch 8
+--num-classes 20` prints the same of any models.
+
+"""
+#: Each dense model stands before those that are made of it.
+COSTED = (
+    "vit_small_patch16_224",
+    "vit_small_ewa_moe",
+    "vit_small_moe",
+    "vit_base_patch16_224",
+    "vit_base_ewa_moe",
+    "vmoe_b16",
+    "vit_base_patch32_224",
+    "vmoe_pbe_b32",
+    "vit_small_patch14_dinov2",
+    "vimoe_s14_shared",
+    "swin_small_patch4_window7_224",
+    "swin_moe_small_patch4_window12_192_8e",
+    "widenet_b",
+)
+
+
+def costs_page() -> Iterator[str]:
+    """Yield the text of docs/generated/costs.md, row by row, since some models are large."""
+    yield _COSTS
+    header = ["model", "parameters in training", "deployed", "memory", "activations", "checkpoint"]
+    yield _table(header, [])
+    for name in COSTED:
+        yield _table(costs(name), [], rule=False)
+
+
+def measured_activations(name: str, options: dict[str, Any]) -> int:
+    """Measure with weights in memory, those of the largest 1.5 GB."""
+    return activation_bytes(timm.create_model(name, **options), 8)
+
+
+def costs(name: str) -> list[str]:
+    """Count and measure a row of docs/generated/costs.md; DINOv2 gets images of 224 pixels."""
+    options: dict[str, Any] = {"num_classes": 20}
+    if "dinov2" in name:
+        options["img_size"] = 224
+    info = model_info(name, **options)
+    kept = measured_activations(name, options)
+    deployed = info.total if info.exported is None else info.exported
+    return [
+        f"`{name}`",
+        f"{info.total / 1e6:.1f} M",
+        f"{deployed / 1e6:.1f} M",
+        byte_text(16 * info.total),
+        byte_text(kept),
+        byte_text(12 * info.total),
+    ]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: bool = True) -> str:
+    lines = [header, *([["---"] * len(header)] if rule else []), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        pieces = (
-            models_page()
-            if name == "models"
-            else [papers_page([figure.measure() for figure in FIGURES])]
-        )
+        if name == "papers":
+            pieces: Iterable[str] = [papers_page([figure.measure() for figure in FIGURES])]
+        else:
+            pieces = {"models": models_page, "costs": costs_page}[name]()
         (Path(__file__).parent / f"generated/{name}.md").write_text("".join(pieces))

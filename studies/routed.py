@@ -11,6 +11,7 @@ from timm_moe import moe_layers
 from timm_moe.model_config import model_input_size
 from timm_moe.models.registered import weightless_model
 
+from . import rivals  # noqa: F401  (registers their models)
 from .deploy import Checkpoint
 from .study import Arm, Size
 

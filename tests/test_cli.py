@@ -9,11 +9,20 @@ from types import ModuleType
 
 import pytest
 import timm
+import torch
 from common import ROOT, SMALL_VIT, SMALL_VIT_KWARGS
 from safetensors.torch import save_file
+from torch import nn
 
 import timm_moe
+from timm_moe.analysis.info import activation_bytes, byte_text, model_info
 from timm_moe_cli import main
+
+
+def test_all_public_names_are_listed():
+    """What is imported at first use too, so that a shell completes it."""
+    assert {*timm_moe.__all__} <= {*dir(timm_moe)}
+    assert "export_dense" in dir(timm_moe)
 
 
 def test_list(capsys):
@@ -43,6 +52,65 @@ def test_info(capsys):
     assert "4 in each of 6 layers, the model has 12 blocks" in out
     assert "blocks.1.mlp, blocks.3.mlp" in out
     assert "GMACs" in out
+
+
+def test_info_of_a_dense_model_and_its_expert_form_side_by_side(capsys):
+    assert main(["info", "vit_small_patch16_224", "vit_small_ewa_moe"]) == 0
+    out = capsys.readouterr().out
+    lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert lines[0] == ["vit_small_patch16_224", "vit_small_ewa_moe"]
+    cells = {line[0]: line[1:] for line in lines[1:]}
+    assert cells["parameters, training"] == ["22,050,664", "43,318,888"]
+    assert cells["parameters, exported"] == ["-", "22,050,664"]
+    assert cells["experts"][0] == "none"
+    assert cells["weights, training"] == cells["gradients"] == ["88 MB", "173 MB"]
+    assert cells["AdamW's moments"] == ["176 MB", "347 MB"]
+    assert cells["train.py's checkpoint"] == ["265 MB", "520 MB"]
+    assert cells["exported file"] == ["88 MB", "88 MB"]
+    assert cells["GFLOPs, evaluation"][0] == cells["GFLOPs, evaluation"][1]
+    assert max(map(len, out.splitlines())) < 120
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe", "vit_tiny_moe"])
+def test_sizes_are_those_of_a_training(name, tmp_path, capsys):
+    """As torch allocates and writes them, after a step of AdamW."""
+    model = timm.create_model(name, **SMALL_VIT)
+    optimizer = torch.optim.AdamW(model.parameters())
+    images = torch.randn(8, 3, 32, 32)
+    (model(images).sum() + timm_moe.auxiliary_loss(model)).backward()
+    optimizer.step()
+    file = tmp_path / "last.pth.tar"
+    torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    info = model_info(name, **SMALL_VIT)
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    held = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
+    assert sum(each.nbytes for each in held) == pytest.approx(16 * info.total, rel=0.01)
+    assert file.stat().st_size == pytest.approx(12 * info.total, rel=0.2)  # names weigh here
+    one, two = (activation_bytes(model, batch) for batch in (8, 16))
+    assert 1.8 * one < two < 2.2 * one
+    assert (
+        main(
+            [
+                "info",
+                name,
+                "--batch",
+                "8",
+                "--num-classes",
+                "5",
+                "--model-kwargs",
+                *SMALL_VIT_KWARGS,
+            ]
+        )
+        == 0
+    )
+    assert f"activations            {byte_text(one)[0]}" in capsys.readouterr().out
+
+
+def test_activations_of_linear_layers_by_hand(monkeypatch):
+    """Of two linear layers and a GELU the inputs are kept, each once."""
+    monkeypatch.setattr("timm_moe.analysis.info.model_input_size", lambda model: (3, 4, 4))
+    model = nn.Sequential(nn.Flatten(1), nn.Linear(48, 10), nn.GELU(), nn.Linear(10, 5))
+    assert activation_bytes(model, 6) == 4 * 6 * (48 + 10 + 10)
 
 
 def test_info_takes_options(capsys):
@@ -81,7 +149,7 @@ def test_info_of_routed_experts(capsys):
         f"parameters, activated  {86_567_656 + 2 * (2 * 768 * 3072 + 3072 + 768 + 32 * 768):,} per "
         "token" in out
     )
-    assert "exported" not in out
+    assert "parameters, exported" not in out
     macs = 2 * 197 * (2 * 768 * 3072 + 32 * 768) / 1e9  # of these on top of ViT-B/16's
     main(["info", "vit_base_ewa_moe"])
     both = out + capsys.readouterr().out
@@ -144,7 +212,11 @@ def test_export(ewa_vit, tmp_path, capsys):
             "share_rate must lie between 0 and",
         ),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "nonsense=1"], "nonsense"),
-        (["info", "vit_small_patch16_224"], "has no expert layers"),
+        (
+            ["info", "vmoe_b16", "--model-kwargs", "num_expert=8"],
+            "unexpected keyword argument 'num_expert'; did you mean num_experts?",
+        ),
+        (["info", "vit_small_patch16_224", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["info", "no_such_model"], "Unknown model (no_such_model)"),
         (["export", "missing.pth", "out"], "missing.pth is neither a file nor a folder"),
         (["export", "user/name", "out"], "a repository on the Hub is written hf-hub:user/name"),

@@ -4,7 +4,7 @@
 
 The tests are from the source distribution of the installed timm, which pip fetches once into
 ``.timm-tests``. The environment variable TIMM_TESTS may name an unpacked one instead. See
-docs/compatibility.md.
+CONTRIBUTING.md.
 """
 
 import argparse

@@ -65,3 +65,7 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoints":
         return import_module(".checkpoints", __name__)
     return getattr(callbacks, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,24 +5,25 @@ import logging
 import math
 import os
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
 from timm.data import ImageDataset
-from timm.models import is_model, model_entrypoint
+from timm.models import create_model, is_model, model_entrypoint
 from timm.utils import ParseKwargs
 
 from .analysis.benefits import benefits_kept
 from .analysis.data import Inference, class_names, image_folder, image_mode, load_classifiers
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
-from .analysis.info import measure, model_info
+from .analysis.info import activation_bytes, byte_text, measure, model_info
 from .analysis.norms import norm_divergence
 from .analysis.routes.mixtures import collect_mixtures, mixing_layers
 from .analysis.routes.outputs import FILES as ROUTES_FILES
@@ -37,7 +38,7 @@ from .console import PrintableFormatter, describe, show
 from .convert.blocks import moe_layers
 from .export.export import Export, export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
-from .files import check_apart, check_folder, check_writable, write_json
+from .files import check_apart, check_folder, check_writable, write_json, written_whole
 from .model_config import get_pretrained_cfg, preprocessing
 from .models.registered import (
     is_named_after_stock,
@@ -45,6 +46,9 @@ from .models.registered import (
     registered_models,
     registrar,
 )
+
+#: Widest cell of a table with a column for each model.
+CELL = 38
 
 
 def run(args: argparse.Namespace) -> int:
@@ -216,6 +220,25 @@ def _evaluate(args: argparse.Namespace) -> None:
     _write_result(args, metrics=result)
 
 
+def _compare(args: argparse.Namespace) -> None:
+    """Print the differences between runs on images, paired by their seeds."""
+    from .analysis import comparison  # It needs torchmetrics and scipy.
+
+    images = image_folder(args.data_dir, args.split, args.class_map)
+    _check_json(args, images)
+    if args.plot is not None:
+        check_writable(args.plot, args.overwrite)
+    runs = comparison.find_runs(args.sources)
+    measured = comparison.measure_runs(runs, images, **_loading(args))
+    comparisons = comparison.compare(measured)
+    show(*comparison.table(measured, comparisons))
+    each = [{**asdict(run.run), "seed": run.seed, **run.figures} for run in measured]
+    _write_result(args, runs=each, comparisons=[asdict(found) for found in comparisons])
+    if args.plot is not None:
+        with written_whole(args.plot) as file:
+            comparison.plot(measured, comparisons, file)
+
+
 def _fewshot(args: argparse.Namespace) -> None:
     """Print accuracies of linear classifiers on a model's features of few images a class."""
     folders = []
@@ -384,7 +407,7 @@ def _write_result(args: argparse.Namespace, **result: Any) -> None:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that a result depends on."""
-    others = ["command", "output_dir", "json", "overwrite", "workers", "device"]
+    others = ["command", "output_dir", "json", "plot", "overwrite", "workers", "device"]
     if not args.amp:
         others.append("amp_dtype")
     return {name: value for name, value in vars(args).items() if name not in others}
@@ -408,27 +431,64 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    """Print sizes and costs of a registered model, or of one that is read."""
+    """Print sizes and costs of models: registered ones, or those that are read."""
+    if args.batch is not None and args.batch < 1:
+        raise ValueError(f"--batch must be at least 1, got {args.batch}.")
     spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
-    is_path = (
-        os.path.exists(args.model) or os.sep in args.model or args.model.startswith(SOURCE_PREFIXES)
-    )
-    norms = ""
-    if is_model(args.model) or not is_path:
-        info = model_info(args.model, **spec.args())
+    found = [_sizes(model, spec, args.batch) for model in args.models]
+    if len(found) == 1:
+        ((name, rows),) = found
+        show(name, *(f"  {label:<22} {value}" for label, value in rows.items()))
     else:
-        model = load_source(args.model, spec)
-        with suppress(ValueError):  # The norms of some models cannot be compared.
-            divergences = norm_divergence(model).items()
-            norms = ", ".join(f"{name} {value.mean():.4g}" for name, value in divergences)
-        info = measure(model.to("meta"), get_pretrained_cfg(model)["architecture"])
+        show(*_side_by_side(found))
 
-    rows = info.rows()
+
+def _side_by_side(found: Sequence[tuple[str, dict[str, str]]]) -> Iterator[str]:
+    """Yield the lines of a table with a column for each model, whose long cells are wrapped."""
+    labels: list[str] = []
+    for _, rows in found:
+        place = 0
+        for label in rows:
+            if label not in labels:
+                labels.insert(place, label)
+            place = labels.index(label) + 1
+    lines = [("", [name for name, _ in found])]
+    lines += [(label, [rows.get(label, "-") for _, rows in found]) for label in labels]
+    wrapped = [(label, [textwrap.wrap(cell, CELL) for cell in cells]) for label, cells in lines]
+    widths = [
+        max(len(part) for _, cells in wrapped for part in cells[n]) for n in range(len(found))
+    ]
+    for label, cells in wrapped:
+        for number, parts in enumerate(zip_longest(*cells, fillvalue="")):
+            padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+            yield f"  {'' if number else label:<22} {'  '.join(padded)}".rstrip()
+
+
+def _sizes(source: str, spec: ModelSpec, batch: int | None) -> tuple[str, dict[str, str]]:
+    """Return the name of a model and its sizes, by labels to show."""
+    is_path = os.path.exists(source) or os.sep in source or source.startswith(SOURCE_PREFIXES)
+    model, norms = None, ""
+    if is_model(source) or not is_path:
+        info = model_info(source, **spec.args())
+    else:
+        model = load_source(source, spec)
+        with suppress(ValueError):  # norms that cannot be compared
+            norms = ", ".join(
+                f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items()
+            )
+    kept = None
+    if batch is not None:
+        kept = activation_bytes(
+            create_model(source, **spec.args()) if model is None else model, batch
+        )
+    if model is not None:
+        info = measure(model.to("meta"), get_pretrained_cfg(model)["architecture"])
+    rows = {**info.rows(), **info.memory_rows()}
+    if kept is not None:
+        rows["activations"] = f"{byte_text(kept)} for {batch:,} images, float32, measured on a CPU"
     if norms:
         rows["LayerNorm divergence"] = f"{norms} (WideNet, eq. 9)"
-    show(info.name)
-    for label, value in rows.items():
-        show(f"  {label:<22} {value}")
+    return info.name, rows
 
 
 def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse.Namespace) -> None:
@@ -455,6 +515,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "list": _list,
     "info": _info,
     "evaluate": _evaluate,
+    "compare": _compare,
     "fewshot": _fewshot,
     "benefits": _benefits,
     "routes": _routes,

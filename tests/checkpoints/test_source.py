@@ -560,3 +560,15 @@ def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeyp
     assert "experts                none" in capsys.readouterr().out
     assert main(["info", "./gone.pth.tar"]) == 1
     assert "gone.pth.tar is neither a file nor a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_a_checkpoint_that_holds_ema_weights_too_says_so(ewa_vit, tmp_path, caplog, use_ema):
+    """The best accuracies in train.py's log are theirs."""
+    file = save_as_train_py(tmp_path / "last.pth.tar", ewa_vit)
+    checkpoint = torch.load(file, weights_only=False)
+    torch.save({**checkpoint, "state_dict_ema": checkpoint["state_dict"]}, file)
+    caplog.set_level(logging.INFO, "timm_moe")
+    load_source(file, use_ema=use_ema)
+    said = "holds EMA weights too, of which train.py's accuracies are: --use-ema" in caplog.text
+    assert said == (not use_ema)

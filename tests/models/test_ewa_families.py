@@ -186,10 +186,10 @@ def test_the_numbers_of_names_in_the_documents():
     for file, text in (
         ("README.md", f"adds {names} names"),
         ("docs/models.md", f"has an EWA form, {forms} of timm 1.0.31"),
-        ("docs/compatibility.md", f"all models, {forms} EWA forms included"),
-        ("docs/compatibility.md", f"of the {forms} EWA forms"),
-        ("docs/compatibility.md", f"All {forms} were checked"),
-        ("docs/compatibility.md", f"of the {names - forms} models"),
+        ("CONTRIBUTING.md", f"all models, {forms} EWA forms included"),
+        ("CONTRIBUTING.md", f"of the {forms} EWA forms"),
+        ("CONTRIBUTING.md", f"All {forms} were checked"),
+        ("CONTRIBUTING.md", f"of the {names - forms} models"),
         ("CHANGELOG.md", f"- {forms} `<architecture>_ewa_moe`"),
         ("CHANGELOG.md", f"and {names - forms} models with names of their own"),
     ):

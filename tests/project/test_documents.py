@@ -42,10 +42,11 @@ COMMANDS = [(block.section, words) for block in BLOCKS for words in block.comman
 # --- the commands that run, with added options, and those that do not, with the reason
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=8, num_heads=2)
-VITS = ("vit", "deit", "vmoe", "vimoe", "widenet", "ones")
+VITS = ("vit", "deit", "eva", "vmoe", "vimoe", "widenet", "ones")
 ON_IMAGES = "--batch-size 8 --workers 0 --device cpu --overwrite"
 RUN = {
     "timm-moe benefits": "",
+    "timm-moe compare": ON_IMAGES,
     "timm-moe demo": "--epochs 1",
     "timm-moe evaluate": ON_IMAGES,
     "timm-moe export": "--overwrite",
@@ -74,6 +75,7 @@ NOT_RUN = {
         "starts several processes: test_ddp.py, test_fsdp.py, test_expert_parallel_use.py in "
         "tests/training"
     ),
+    "python -m venv": "makes an environment",
     "pytest": "runs this file too",
     "ruff": "a part of .ci/run",
     "mypy": "a part of .ci/run",
@@ -86,7 +88,7 @@ NOT_RUN = {
     "python examples/point_clouds.py": "trains for hours: tests/project/test_point_clouds.py",
 }
 #: Commands without an argparse parser.
-NO_PARSER = ("python tests/timm_models.py", "python -m studies.script")
+NO_PARSER = ("python tests/timm_models.py", "python -m studies.script", "python -m venv")
 
 # --- the files in the folder of a section
 
@@ -104,6 +106,8 @@ CHECKPOINTS = {
     "last.pth.tar": ("vit_small_moe", {}),
     "seed1/last.pth.tar": ("vit_small_moe", {}),
     "seed2/last.pth.tar": ("vit_small_moe", {}),
+    "dense-*": ("vit_small_patch16_224", {}),
+    "ewa-*": ("vit_small_ewa_moe", {}),
     "model/last.pth.tar": ("vit_small_moe", {}),
     "teacher/last.pth.tar": ("vit_small_moe", {}),
     "a.pth.tar": ("vit_small_moe", {}),
@@ -121,8 +125,14 @@ TRAINING = (
     "labels = torch.arange(3)\n"
 )
 BEFORE = {
-    "README.md: Export and publish": "import timm, timm_moe, transformers",
-    "README.md: In Python": IMPORTS + TRAINING,
+    "README.md: Other trainers, and a loop of your own": """
+import timm, transformers
+from torch.utils.data import DataLoader, TensorDataset
+"""
+    + "import torch\n"
+    + SMALL_MODEL.replace("small_moe", "small_patch16_224")
+    + "dataset = TensorDataset(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0]))\n"
+    + "loader = DataLoader(dataset, 2)\n",
     "docs/evaluate.md: `timm-moe evaluate`": IMPORTS + SMALL_MODEL,
     "docs/evaluate.md: `timm_moe.analysis.metrics`": IMPORTS
     + "size = dict(img_size=64, embed_dim=32, depth=4, num_heads=2)\n"
@@ -138,6 +148,11 @@ BEFORE = {
     "docs/pbe.md: The method": IMPORTS
     + SMALL_MODEL.replace("vit_small_moe", "vmoe_pbe_s32")
     + TRAINING.replace("224", "32"),
+    "docs/train.md: Split a folder": "import sys; sys.argv = ['split.py', 'DIR/train', 'parts']\n",
+    "docs/upcycle.md: A checkpoint of your own": "import timm\n"
+    "from safetensors.torch import save_file\n"
+    "dense = timm.create_model('vit_small_patch16_224', num_classes=10)\n"
+    "save_file(dense.state_dict(), 'my-vit.safetensors')\n",
     "docs/trainers.md: Several processes": IMPORTS
     + SMALL_MODEL.replace("small", "small_ewa")
     + """
@@ -179,6 +194,14 @@ AFTER = {
     "CONTRIBUTING.md: Add an integration": (
         "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2"
     ),
+    "docs/train.md: Split a folder": "counts = [len(list(target.glob(f'{split}/*/*.png'))) "
+    "for split in ('train', 'validation')]; assert counts == [9, 3], counts",
+    "docs/upcycle.md: A checkpoint of your own": ""
+    "assert model.pretrained_cfg['mean'] == (0.4, 0.4, 0.4); "
+    "assert model.head.weight.equal(dense.head.weight)",
+    "docs/upcycle.md: A detection backbone, in and out": ""
+    "assert type(detector.backbone.features[1][1].mlp) "
+    "is type(torchvision.models.swin_t().features[1][1].mlp)",
     "docs/trainers.md: Hugging Face Trainer": EXPORTED,
     "docs/trainers.md: Lightning": EXPORTED,
     "docs/trainers.md: A loop of your own": EXPORTED,
@@ -274,7 +297,9 @@ def test_files_and_extras_are_there():
     words = [word for _, words in COMMANDS for word in words]
     files = [word for word in words if re.fullmatch(r"(tests|examples)/.*\.py", word)]
     extras = ",".join(
-        found[1] for word in words if (found := re.fullmatch(r"(?:\.|timm_moe)\[(.*)\]", word))
+        found[1]
+        for word in words
+        if (found := re.fullmatch(r"(?:\.|(?:\./)?timm_moe)\[(.*)\]", word))
     )
     project = (ROOT / "pyproject.toml").read_text()
     assert files
@@ -343,10 +368,19 @@ def write_masks(folder, places):
                 Image.fromarray(pixels).save(folder / name / f"{index}.png")
 
 
-def write_checkpoint(file, name, options):
+def files_of(name):
+    """Yield a checkpoint, or the files of experiments that a name with * stands for, with seeds."""
+    if "*" not in name:
+        yield name, 0
+    for seed in range(2 if "*" in name else 0):
+        yield f"output/train/{name.replace('*', str(seed))}/last.pth.tar", seed
+
+
+def write_checkpoint(file, name, options, seed):
     options = {**SMALL, **options}
     model = timm.create_model(name, num_classes=3, **options)
     args = argparse.Namespace(model=name, num_classes=3, model_kwargs=options, img_size=32)
+    args.seed = seed
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"epoch": 0, "arch": name, "args": args, "state_dict": model.state_dict()}, file)
 
@@ -365,7 +399,8 @@ def write_named(folder, splits, text):
         (folder / name).symlink_to(splits)
     for name, (model, options) in CHECKPOINTS.items():
         if name in text:
-            write_checkpoint(folder / name, model, options)
+            for file, seed in files_of(name):
+                write_checkpoint(folder / file, model, options, seed)
     for name, places in MASKS.items():
         if name in text:
             write_masks(folder / name, places)

@@ -40,6 +40,8 @@ def test_the_ten_minutes(tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         said += done.stdout + done.stderr
     assert "EWA: averaging the 4 experts of 2 layers" in said
+    assert "dense and ewa were trained with different model" in said
+    assert said.count("  ewa - dense: ") == 3
     assert "by a <class 'timm.models.vision_transformer.VisionTransformer'>" in said
     assert "timm_moe was needed: False" in said
     assert [

@@ -3,27 +3,30 @@
 They stand in the catalogue and in other documents.
 """
 
+import re
 import sys
 from dataclasses import replace
 from statistics import mean
 
 import pytest
 from common import ROOT
+from PIL import Image
 from tiny_study import DENSE, EWA, small_study
 
-from studies import page
+from studies import overview, page
 from studies.__main__ import main
-from studies.catalogue import STUDIES
+from studies.catalogue import STUDIES, adamw
 from studies.catalogue.ensembles import PBE, RIVALS
 from studies.catalogue.recipe import RECIPES, to_dense
 from studies.catalogue.routers import BELOW, EQUAL
 from studies.catalogue.students import DISTILLED, LONG
-from studies.findings import problems
+from studies.findings import NUMBER, problems
 from studies.measure import Evaluation
 from studies.outcome import Outcome
 from studies.results import read
 from studies.statistics import BETTER, TOO_FEW, UNCLEAR, WORSE
 from studies.study import Arm, Compared, Finding, compare
+from timm_moe.analysis.info import byte_text, model_info
 
 RESULTS = ROOT / "studies" / "results"
 HALF = "dense, initial weights / 2 in the converted networks"
@@ -33,6 +36,10 @@ STUDENTS = compare(DISTILLED.values(), WORSE, [LONG])
 EWA_WORSE = compare(["EWA, linear"], WORSE, ["dense"])
 STRONGER = compare(["dense, strong"], BETTER, ["dense, weak"])
 AS_DENSE = compare(["naive MoE", "MoE, Early EWA"], UNCLEAR, ["dense"])
+V_MOE = (
+    *to_dense("V-MoE, top-2", WORSE, "weak", "medium"),
+    *to_dense("V-MoE, top-2", UNCLEAR, "strong"),
+)
 AS_A_VIT = tuple(Compared(PBE, UNCLEAR, "ViT", figure) for figure in ("top1", "nll", "ece"))
 
 #: Sentences about the results outside studies/catalogue, with their comparisons, by file and study.
@@ -42,12 +49,25 @@ SAID = {
     },
     ("docs/results.md", "recipe"): {
         "a stronger one gains 4.00 points.": STRONGER,
+        "EWA's NLL is 0.1374 better under the "
+        "weak recipe and 0.0774 under the medium one.": to_dense(
+            "EWA, linear", BETTER, "weak", "medium", figure="nll"
+        ),
+        "Under the strong one its ECE is 0.0075 worse, and that of V-MoE 0.0099 better.": (
+            *to_dense("EWA, linear", WORSE, "strong", figure="ece"),
+            *to_dense("V-MoE, top-2", BETTER, "strong", figure="ece"),
+        ),
         "EWA shows no clear difference in accuracy from dense training under any of three recipes; "
         "top-2 V-MoE is 2.08 "
         "points worse under the weak one, without a clear difference under the strong one.": (
             *to_dense("EWA, linear", UNCLEAR, *RECIPES),
             *to_dense("V-MoE, top-2", UNCLEAR, "strong"),
             *to_dense("V-MoE, top-2", WORSE, "weak"),
+        ),
+    },
+    ("docs/results.md", "finetuning"): {
+        "In fine-tuning by SGD, a small one, it shows no clear difference;": compare(
+            ["EWA, linear"], UNCLEAR, ["dense"]
         ),
     },
     ("docs/results.md", "confirmation"): {
@@ -75,25 +95,82 @@ SAID = {
         ),
     },
     ("README.md", "scratch"): {
-        "After 30 epochs it is 0.31 points worse than dense training.": EWA_WORSE,
+        "0.31 points worse than dense training after 30 epochs": EWA_WORSE,
     },
-    ("README.md", "routers"): {
-        "Soft MoE and sigmoid gates show no clear difference from dense training; others are 1.39 "
-        "to 2.25 points "
-        "worse.": (*compare(EQUAL, UNCLEAR, ["dense"]), *compare(BELOW, WORSE, ["dense"])),
+    ("README.md", "confirmation"): {
+        "With 4,000 images of 20 classes EWA gained 0.68 points over dense training, and dense "
+        "training with dropout and half the initial weights 1.15, without a clear difference "
+        "between the two.": (
+            *LINEAR,
+            *compare([HALF_AND_DROPOUT], BETTER, ["dense"]),
+            *compare(["linear"], UNCLEAR, [HALF_AND_DROPOUT]),
+        ),
+        "0.68 better in the long training on 20 classes": LINEAR,
+    },
+    ("README.md", "finetuning"): {
+        "without a clear difference in three trainings "
+        "of 120 epochs and in fine-tuning by SGD": compare(["EWA, linear"], UNCLEAR, ["dense"]),
     },
     ("README.md", "recipe"): {
-        "| EWA | +0.04 (-0.65 to +0.73) | +0.23 (-0.91 to +1.37) "
-        "| +0.32 (-0.42 to +1.07) |": to_dense("EWA, linear", UNCLEAR, *RECIPES),
-        "| V-MoE, top-2 | -2.08 (-3.00 to -1.15) | -1.99 (-2.78 to -1.19) "
-        "| -0.40 (-0.89 to +0.08) |": (
-            *to_dense("V-MoE, top-2", WORSE, "weak", "medium"),
+        "neither EWA nor V-MoE was clearly more accurate than dense training under a strong "
+        "recipe, and several methods were worse under weaker ones; the strong recipe itself gained "
+        "4.00 "
+        "points over the weak one.": (
+            *to_dense("EWA, linear", UNCLEAR, "strong"),
             *to_dense("V-MoE, top-2", UNCLEAR, "strong"),
+            *STRONGER,
         ),
-        "The strong recipe itself gains 4.00 points over the weak one.": STRONGER,
+        "without a clear difference in three trainings of 120 epochs": to_dense(
+            "EWA, linear", UNCLEAR, *RECIPES
+        ),
+        "Its likelihood (NLL) is 0.1374 better under a weak recipe and 0.0774 under a medium one; "
+        "its calibration (ECE) is 0.0075 worse under a strong one.": (
+            *to_dense("EWA, linear", BETTER, "weak", "medium", figure="nll"),
+            *to_dense("EWA, linear", WORSE, "strong", figure="ece"),
+        ),
+        "top-2 of 8: 2.08 points worse under the weak recipe, 1.99 under the medium one, without a "
+        "clear difference under the strong one, where its ECE is 0.0099 better.": (
+            *V_MOE,
+            *to_dense("V-MoE, top-2", BETTER, "strong", figure="ece"),
+        ),
+    },
+    ("README.md", "routers"): {
+        "top-1 of 8 is 1.86 points worse after 60 epochs;": compare(
+            ["top-1 of 8"], WORSE, ["dense"]
+        ),
+        "**Soft MoE** and **sigmoid gates** show no clear difference from dense training after 60 "
+        "epochs; **Expert Choice** and **fine-grained experts** are 1.39 to 2.25 points worse.": (
+            *compare(EQUAL, UNCLEAR, ["dense"]),
+            *compare([arm for arm in BELOW if arm != "top-1 of 8"], WORSE, ["dense"]),
+        ),
+    },
+    ("README.md", "routing"): {
+        "top-1 of 4 shows no clear difference after 30, with or without averaging.": AS_DENSE,
+    },
+    ("README.md", "vimoe"): {
+        "experts in every block are 0.43 points worse without a shared expert, and show no clear "
+        "difference with one.": (
+            *compare(["no shared expert, in every block"], WORSE, ["dense, trained on"]),
+            *compare(["shared expert, in every block"], UNCLEAR, ["dense, trained on"]),
+        ),
+    },
+    ("README.md", "ensembles"): {
+        "its ECE is 0.0233 to 0.0427 better than that of the V-MoE and of other ensembles made "
+        "from "
+        "it": compare([PBE], BETTER, RIVALS, "ece"),
+        "without a clear difference from a dense ViT.": AS_A_VIT,
+    },
+    ("README.md", "widenet"): {
+        "**WideNet** shows no clear difference from a dense ViT, in a wide interval.": compare(
+            ["WideNet, 2 of 4 experts"], UNCLEAR, ["dense, blocks of their own"]
+        ),
+    },
+    ("README.md", "students"): {
+        "the network trained alone is 0.71 to "
+        "2.64 points better than the distilled students.": STUDENTS,
     },
     ("docs/ewa.md", "recipe"): {
-        "the NLL was 0.1374 better under a weak one (0.0218 to 0.2529).": to_dense(
+        "the NLL was 0.1374 better under a weak one (0.0218 to 0.2529);": to_dense(
             "EWA, linear", BETTER, "weak", figure="nll"
         ),
         "no clear difference under three recipes (-0.91 to +1.37 in all)": to_dense(
@@ -112,30 +189,13 @@ SAID = {
             ["EWA, linear"], UNCLEAR, ["dense"]
         ),
     },
-    ("README.md", "vimoe"): {
-        "Experts in every block are 0.43 points worse than dense training": compare(
-            ["no shared expert, in every block"], WORSE, ["dense, trained on"]
-        ),
-        "with a shared expert there is no clear difference": compare(
-            ["shared expert, in every block"], UNCLEAR, ["dense, trained on"]
-        ),
-    },
-    ("README.md", "students"): {
-        "is 0.71 to 2.64 points better than the distilled students": STUDENTS,
-    },
-    ("README.md", "ensembles"): {
-        "NLL is 0.0755 worse than a dense ViT's, with no clear difference in accuracy": (
-            Compared("V-MoE, K 1", WORSE, "ViT", "nll"),
-            Compared("V-MoE, K 1", UNCLEAR, "ViT"),
-        ),
-        "Its ECE is 0.0233 to 0.0427 better than that of the V-MoE "
-        "and of other ensembles made from it": compare([PBE], BETTER, RIVALS, "ece"),
-        "no clear difference from a dense ViT": AS_A_VIT,
-    },
-    ("README.md", "routing"): {
-        "no clear difference from dense training, with or without averaging": AS_DENSE,
-    },
     ("docs/ewa.md", "confirmation"): {
+        "0.68 points better with 4,000 images of 20 classes (0.03 to 1.33), where dropout and "
+        "smaller initial weights gave 1.15 (0.61 to 1.68) and no clear difference from EWA.": (
+            *LINEAR,
+            *compare([HALF_AND_DROPOUT], BETTER, ["dense"]),
+            *compare(["linear"], UNCLEAR, [HALF_AND_DROPOUT]),
+        ),
         "with dropout added, that training was 1.15 points better than plain dense training. EWA "
         "was 0.68 points "
         "better than plain dense training, with no clear difference from the one with dropout": (
@@ -144,6 +204,24 @@ SAID = {
             *compare(["linear"], UNCLEAR, [HALF_AND_DROPOUT]),
         ),
     },
+}
+
+#: Numbers of the README that are no results.
+NO_RESULTS = (
+    r"version 0\.1\.0",
+    r"Apache-2\.0",
+    r"Python 3\.10, timm 1\.0\.28, torch 2\.10 or newer \(macOS: 2\.14\)",
+    r"torch 2\.11",
+    r"1\.37 GB",
+    r"EWA fine-tuned \+0\.45",
+)
+#: The papers' gains in the README's table, by model: the row of the overview that has them.
+PAPERS = {
+    "vit_small_ewa_moe": ("scratch", "EWA, linear"),
+    "vit_small_moe": ("routing", "naive MoE"),
+    "vmoe_b16": ("ensembles", "V-MoE, K 1"),
+    "vimoe_s14_shared": ("vimoe", "shared expert, in the last two blocks"),
+    "vmoe_pbe_b32": ("ensembles", PBE),
 }
 
 
@@ -159,10 +237,102 @@ def test_findings_are_what_the_results_say(outcome):
 
 @pytest.mark.parametrize(("file", "name"), SAID)
 def test_what_other_documents_say_is_what_the_results_say(file, name):
-    document = " ".join((ROOT / file).read_text().split())
+    document = in_one_line(file)
     for text, compared in SAID[file, name].items():
         assert text in document
         assert problems(Finding(text, compared), stored(name)) == []
+
+
+def in_one_line(file):
+    """Return a document in one line, without the marks of a quotation."""
+    return " ".join(re.sub(r"^> ?", "", (ROOT / file).read_text(), flags=re.MULTILINE).split())
+
+
+def prose(file):
+    """Return a document in one line, without code, tables and the addresses of its links."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / file).read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^> ?|^\|.*|`[^`]*`|\]\([^)]*\)", "", text, flags=re.MULTILINE)
+    return " ".join(text.split())
+
+
+def test_every_figure_of_the_readme_is_one_of_the_results():
+    """A number with decimals is in a sentence of SAID, or no result: a version, a size, a cost."""
+    text = prose("README.md")
+    for (file, _), sentences in SAID.items():
+        for sentence in sentences if file == "README.md" else ():
+            text = text.replace(sentence, "")
+    for pattern in NO_RESULTS:
+        text, number = re.subn(pattern, "", text)
+        assert number, f"{pattern} is not in the README any more"
+    assert NUMBER.findall(text) == []
+
+
+def test_the_readme_names_each_method_that_is_better_or_worse_than_dense_training():
+    """A row "no clear difference" of one study must not hide another study's verdict."""
+    said = {
+        (study, compared.first, compared.verdict)
+        for (file, study), sentences in SAID.items()
+        if file == "README.md"
+        for comparisons in sentences.values()
+        for compared in comparisons
+        if compared.figure in ("", "top1")
+    }
+    clear = {
+        (row.study, row.arm, verdict)
+        for row in overview.ROWS
+        if (verdict := row.difference().verdict(1)) != UNCLEAR
+    }
+    assert len(clear) > 5
+    assert clear - said == set()
+
+
+def test_the_costs_and_the_papers_gains_in_the_readme_are_those_of_the_models():
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if re.match(r"\| [^|]+ \| `\w+` \| \d", line)
+    ]
+    assert len(rows) == 6
+    gains = {(row.study, row.arm): row.paper() for row in overview.ROWS}
+    for _, name, total, deployed, memory, _, paper in rows:
+        info = model_info(name.strip("`"), num_classes=20)
+        kept = info.total if info.exported is None else info.exported
+        sizes = [f"{number / 1e6:.1f} M" for number in (info.total, kept)]
+        assert [total, deployed, memory] == [*sizes, byte_text(16 * info.total)]
+        place = PAPERS.get(name.strip("`"))
+        assert (place is None) == (not paper)
+        if place:
+            assert float(paper.partition(";")[0]) == pytest.approx(gains[place], abs=0.006)
+    text = (ROOT / "README.md").read_text()
+    assert f"fine-tuned {gains['finetuning', 'EWA, linear']:+.2f}" in text
+    for name in ("vit_small_patch16_224", "vit_base_patch16_224"):
+        assert byte_text(16 * model_info(name, num_classes=20).total) in text
+
+
+def test_the_recipe_for_fine_tuning_is_one():
+    """On all pages, in the README's trial, and in the study of it."""
+    pages = [file.read_text() for file in (ROOT / "docs").glob("*.md")]
+    stated = {found for page_ in pages for found in re.findall(r"^FINETUNE=\((.*)\)$", page_, re.M)}
+    (recipe,) = stated
+    assert recipe.split()[: len(adamw.RECIPE)] == list(adamw.RECIPE)
+    assert recipe.split()[len(adamw.RECIPE) :] == ["--warmup-epochs", "2"]
+    (ours,) = re.findall(r"^RECIPE=\((.*?)\)$", (ROOT / "README.md").read_text(), re.M | re.S)
+    (strong,) = re.findall(r"^STRONG=\((.*?)\)$", (ROOT / "README.md").read_text(), re.M | re.S)
+    for option in re.findall(r"-\S+ [^-]\S*", recipe):
+        assert option in " ".join(ours.split())
+    options = re.findall(r"--[a-z-]+(?: [^-]\S*)+", " ".join(RECIPES["strong"]))
+    kept = [option for option in options if "color-jitter" not in option]
+    assert sorted(kept) == sorted(re.findall(r"--[a-z-]+(?: [^-]\S*)+", " ".join(strong.split())))
+
+
+def test_the_picture_of_all_methods(tmp_path):
+    by_paper = {(row.study, row.arm): row.paper() for row in overview.ROWS}
+    assert by_paper["scratch", "EWA, linear"] == pytest.approx(75.20 - 73.93)
+    assert by_paper["vimoe", "shared expert, in the last two blocks"] == pytest.approx(0.3)
+    assert by_paper["ensembles", PBE] == pytest.approx(83.30 - 81.35)
+    assert by_paper["recipe", "EWA, linear, strong"] is None
+    overview.draw(overview.ROWS[:2], tmp_path / "methods.png")
+    assert Image.open(tmp_path / "methods.png").size[0] > 600
 
 
 def test_dense_training_under_weak_recipes_is_past_its_best():

@@ -1,4 +1,4 @@
-"""Memory over thousands of steps of training; see docs/compatibility.md.
+"""Memory over thousands of steps of training; see CONTRIBUTING.md.
 
     python tests/stress/memory.py --steps 2000
 

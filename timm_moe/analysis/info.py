@@ -16,12 +16,25 @@ from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..convert.dense import to_dense
 from ..convert.find import ffn_paths
 from ..model_config import model_input_size
-from ..models.registered import check_registered, registrar, weightless_model
+from ..models.registered import check_registered, weightless_model
+
+#: Of a number in float32.
+BYTES = 4
+
+
+def byte_text(number: float) -> str:
+    """Write a number of bytes in GB or MB, powers of ten."""
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+
+
+def _short(number: float) -> str:
+    """Write a number with three decimals, a small one with three digits."""
+    return f"{number:.3f}" if number >= 1 else f"{number:.3g}"
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Sizes of an expert model, or of a model of this package without experts."""
+    """Sizes of a model, with experts or without."""
 
     name: str
     moe_layers: list[str]
@@ -41,7 +54,6 @@ class ModelInfo:
 
     def rows(self) -> dict[str, str]:
         """Write the sizes, by labels to show."""
-        evaluated = "exported" if self.exported is not None else "evaluation"
         return {
             "input": "x".join(str(size) for size in self.input_size),
             "experts": self._experts(),
@@ -49,7 +61,20 @@ class ModelInfo:
             "parameters, training": f"{self.total:,}",
             "parameters, activated": f"{self.activated:,} per token",
             **({} if self.exported is None else {"parameters, exported": f"{self.exported:,}"}),
-            f"GFLOPs, {evaluated}": f"{self.gflops:.3f} per image ({self.gflops / 2:.3f} GMACs)",
+            "GFLOPs, evaluation": f"{_short(self.gflops)} per image "
+            f"({_short(self.gflops / 2)} GMACs)",
+        }
+
+    def memory_rows(self) -> dict[str, str]:
+        """Return what training by AdamW in float32 holds in memory and in a file, by label."""
+        weights = BYTES * self.total
+        exported = BYTES * (self.total if self.exported is None else self.exported)
+        return {
+            "weights, training": byte_text(weights),
+            "gradients": byte_text(weights),
+            "AdamW's moments": byte_text(2 * weights),
+            "train.py's checkpoint": byte_text(3 * weights),
+            "exported file": byte_text(exported),
         }
 
     def _experts(self) -> str:
@@ -80,13 +105,10 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """Measure a registered model without allocating its weights.
 
     Raises:
-        ValueError: if there is no such model, or it has no expert layers and is one of timm's own.
+        ValueError: if there is no such model.
     """
     check_registered(name)
-    model = weightless_model(name, **kwargs)
-    if not moe_layers(model) and registrar(name) is None:
-        raise ValueError(f"{name} has no expert layers.")
-    return measure(model, name)
+    return measure(weightless_model(name, **kwargs), name)
 
 
 def measure(model: nn.Module, name: str) -> ModelInfo:
@@ -109,6 +131,33 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
     )
+
+
+def activation_bytes(model: nn.Module, batch: int) -> int:
+    """Count the bytes that the forward of a training step keeps for its backward.
+
+    Each storage counts once, and parameters do not count.
+
+    The model has its weights in memory; it is put into training mode and run once on random images
+    in its weights' precision. A GPU may keep others: it pads experts to equally many rows.
+    """
+    images = torch.randn(batch, *model_input_size(model))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # holds the tensors, so that no address is reused
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = model.train()(images)
+    number = sum(
+        tensor.untyped_storage().nbytes()
+        for place, tensor in kept.items()
+        if place not in parameters
+    )
+    del outputs
+    return number
 
 
 def evaluation_cost(model: nn.Module) -> Cost:

@@ -209,6 +209,12 @@ def _warn_of_one_kind(name: str) -> None:
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     weights = weights_in(checkpoint, path, use_ema)
+    if not use_ema and "state_dict_ema" in checkpoint:
+        _logger.info(
+            "%s holds EMA weights too, of which train.py's accuracies are: --use-ema "
+            "(use_ema=True) takes them.",
+            path,
+        )
     with _refusing_damaged_arguments(path):
         trained = args_of_train_py(checkpoint)
         train_args = trained or ({} if spec.name else args_of_import(path))

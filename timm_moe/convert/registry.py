@@ -1,5 +1,6 @@
 """The routers that ``convert_to_moe(router=...)`` takes, by name."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,15 @@ def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[
     return tuple(dict.fromkeys([*_COMMON, *(name for spec in specs for name in spec.defaults())]))
 
 
+def nearest_option(name: str) -> str:
+    """Return a question for the option that a mistyped name is nearest to, or nothing.
+
+    It reads ``"; did you mean num_experts?"``.
+    """
+    nearest = difflib.get_close_matches(name, moe_options(), n=1, cutoff=0.8)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
 def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
     """Return the spec of a registered name, or make one for a callable.
 
@@ -155,7 +165,9 @@ def split_options(
             continue
         owner = next((other for other in _registered.values() if name in other.defaults()), None)
         if owner is None:
-            raise TypeError(f"convert_to_moe got an unexpected keyword argument {name!r}.")
+            raise TypeError(
+                f"convert_to_moe got an unexpected keyword argument {name!r}{nearest_option(name)}."
+            )
         default = owner.defaults()[name]
         if (none_if_written(value) if default is None else value) != default:
             raise ValueError(

@@ -8,7 +8,7 @@ from torch import nn
 from ..convert.blocks import expert_biases
 from ..convert.convert import convert_to_moe
 from ..convert.dense import swapped_for_dense
-from ..convert.registry import moe_options
+from ..convert.registry import moe_options, nearest_option
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
@@ -56,7 +56,15 @@ class MoeMixin:
                 "former."
             )
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except TypeError as error:
+            mistyped = [
+                name for name in kwargs if f"unexpected keyword argument '{name}'" in str(error)
+            ]
+            if not mistyped:
+                raise
+            raise TypeError(f"{error}{nearest_option(mistyped[0])}") from error
         # In training from scratch the experts start with different weights, as in the paper.
         # Loading a dense checkpoint makes them equal.
         options.setdefault("expert_init", "independent")

@@ -1,0 +1,196 @@
+"""Runs of train.py compared over seeds, against scipy and by hand, and what the command says."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from common import SMALL_VIT_KWARGS, make_model, save_as_train_py, write_images
+from PIL import Image
+from scipy.stats import ttest_rel
+from train_script import needs_scripts, train
+
+from timm_moe.analysis import comparison
+from timm_moe.analysis.comparison import Measured, Run, compare, find_runs, table
+from timm_moe.analysis.data import image_folder
+from timm_moe.analysis.evaluation import evaluate
+from timm_moe_cli import main
+
+HERE = ("-j", "0", "--device", "cpu")
+TINY = ("--model-kwargs", *SMALL_VIT_KWARGS, "--img-size", "32", "--num-classes", "3")
+
+
+def measured(group, seed, accuracy=0.5, nll=1.0, ece=0.1, right=(True, False), **options):
+    figures = {"accuracy": accuracy, "nll": nll, "ece": ece}
+    run = Run(f"{group}-{seed}", "", group)
+    return Measured(run, seed, options, figures, torch.tensor(right))
+
+
+def lines(runs):
+    return list(table(runs, compare(runs)))
+
+
+def test_differences_are_paired_by_seed_whatever_the_order():
+    dense = {0: 0.50, 1: 0.55, 2: 0.53, 9: 0.1}
+    ewa = {2: 0.54, 0: 0.52, 1: 0.56, 7: 0.9}
+    runs = [measured("dense", seed, value, nll=2 - value) for seed, value in dense.items()]
+    runs += [measured("ewa", seed, value, nll=2.5 - value) for seed, value in ewa.items()]
+    (found,) = compare(runs)
+    assert (found.group, found.first, found.seeds, found.only) == ("ewa", "dense", [2, 0, 1], None)
+    expected = ttest_rel([ewa[seed] for seed in range(3)], [dense[seed] for seed in range(3)])
+    interval = expected.confidence_interval()
+    accuracy = found.differences["accuracy"]
+    assert accuracy.pairs == 3
+    assert accuracy.mean == pytest.approx(0.04 / 3)
+    assert (accuracy.low, accuracy.high) == pytest.approx((interval.low, interval.high))
+    text = "\n".join(lines(runs))
+    assert "ewa - dense: +1.33 (95 % interval -0.10 to +2.77, 3 pairs), no clear differ" in text
+    assert "ewa - dense: +0.4867 (95 % interval +0.4723 to +0.5010, 3 pairs), worse" in text
+    assert "dense  42.00  (50.00 55.00 53.00 10.00)" in text
+
+
+def test_a_single_pair_is_compared_image_by_image():
+    right = [True] * 20 + [False] * 9
+    other = [False] + [True] * 19 + [True] * 8 + [False]
+    runs = [measured("dense", 0, right=right), measured("ewa", 5, right=other)]
+    (found,) = compare(runs)
+    assert found.only == (8, 1)
+    p = 2 * sum(math.comb(9, k) for k in (0, 1)) / 2**9
+    assert found.p == pytest.approx(p)
+    assert found.differences["nll"].low == -math.inf
+    text = "\n".join(lines(runs))
+    assert f"only ewa got 8 images right, only dense 1, p = {p:.2g}." in text
+    assert "interval" not in text
+    (same,) = compare([runs[0], measured("twin", 0, right=right)])
+    assert (same.only, same.p) == ((0, 0), 1.0)
+
+
+def test_what_cannot_be_paired_is_said():
+    runs = [measured("dense", seed) for seed in (0, 1)] + [measured("ewa", 2)]
+    assert compare(runs)[0].differences == {}
+    assert "ewa and dense share no seed, so they are not compared." in lines(runs)
+    two = [measured(group, seed) for group in ("dense", "ewa") for seed in (0, 1)]
+    assert "ewa and dense have two pairs, whose interval is wide: train a third seed." in lines(two)
+
+
+def test_options_that_differ_are_said():
+    runs = [
+        measured("dense", 0, model="vit", lr=1e-3),
+        measured("dense", 1, model="vit", lr=2e-3),
+        measured("ewa", 0, model="vit_ewa", lr=1e-3),
+        measured("exported", 0),
+    ]
+    said = lines(runs)
+    assert (
+        "Careful: dense-0 and dense-1, both of dense, differ not only in the seed but in lr."
+        in said
+    )
+    assert said[-1] == "dense and ewa were trained with different model (vit, vit_ewa)."
+
+
+@pytest.fixture
+def experiments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("dense-0", "dense-1", "ewa-seed0", "ewa-seed1"):
+        folder = Path("output/train", name)
+        folder.mkdir(parents=True)
+        (folder / "last.pth.tar").touch()
+    Path("my-vit").mkdir()
+    return tmp_path
+
+
+def test_runs_are_found_by_name_by_folder_and_by_file(experiments):
+    names = [(run.name, run.group) for run in find_runs(["dense-*", "ewa-*", "my-vit"])]
+    assert names == [
+        ("dense-0", "dense"),
+        ("dense-1", "dense"),
+        ("ewa-seed0", "ewa"),
+        ("ewa-seed1", "ewa"),
+        ("my-vit", "my-vit"),
+    ]
+    folders = ["output/train/dense-0", str(experiments / "output/train/ewa-seed1/last.pth.tar")]
+    assert [(run.name, run.group) for run in find_runs(folders)] == [
+        ("dense-0", "dense"),
+        ("ewa-seed1", "ewa"),
+    ]
+    assert find_runs(folders)[0].source == "output/train/dense-0/last.pth.tar"
+    two = [(run.name, run.group) for run in find_runs(["dense-0", "dense-1"])]
+    assert two == [("dense-0", "dense-0"), ("dense-1", "dense-1")]
+    assert find_runs(["hf-hub:a/b-1", "my-vit"])[0].group == "hf-hub:a/b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dense-*", "moe-*"], r"moe-\* is no run: neither here nor in output"),
+        (["dense-0", "dense-*"], r"dense-0/last\.pth\.tar is named twice"),
+        (["dense-0"], "Two runs at least are compared, got 1"),
+    ],
+)
+def test_runs_that_are_not_there(experiments, arguments, message):
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        find_runs(arguments)
+
+
+def test_two_runs_of_a_method_with_one_seed_are_refused(tmp_path, monkeypatch, capsys):
+    """As of train.py, whose --seed is 42 unless it is stated."""
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "data", {"validation": 2}, [f"class{label}" for label in range(5)])
+    for name in ("dense-0", "dense-1", "ewa-0"):
+        Path("output/train", name).mkdir(parents=True)
+        model = "vit_tiny_ewa_moe" if "ewa" in name else "vit_tiny_patch16_224"
+        file = Path("output/train", name, "last.pth.tar")
+        save_as_train_py(file, make_model(model), model, seed=42, img_size=32)
+    assert main(["compare", "dense-*", "ewa-*", "--data-dir", "data", *HERE]) == 1
+    error = capsys.readouterr().err
+    assert "dense-0 and dense-1, runs of dense, have the same seed, 42" in error
+
+
+@pytest.mark.ci
+@needs_scripts
+def test_trained_runs_are_compared_by_their_names(tmp_path, monkeypatch, capsys):
+    images = write_images(tmp_path / "data", {"train": 24, "test": 16})
+    for name, model in (("dense", "vit_tiny_patch16_224"), ("ewa", "vit_tiny_ewa_moe")):
+        for seed in (3, 4):
+            options = ("--model", model, *TINY, "--seed", seed, "--experiment", f"{name}-{seed}")
+            train(tmp_path, images, *options, epochs=3)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["dense-*", "ewa-*", "--data-dir", str(images), "--split", "test", *HERE]
+    assert main(["compare", *arguments, "--json", "a.json", "--plot", "a.png"]) == 0
+    said = capsys.readouterr().out
+    assert "48 images; mean over runs (one by one)" in said
+    assert "ewa and dense have two pairs" in said
+    assert (
+        "dense and ewa were trained with different model (vit_tiny_patch16_224, vit_tiny_ewa_moe)."
+        in said
+    )
+    assert "Careful" not in said
+    written = json.loads(Path("a.json").read_text())
+    assert [(run["group"], run["seed"]) for run in written["runs"]] == [
+        *(("dense", 3), ("dense", 4)),
+        *(("ewa", 3), ("ewa", 4)),
+    ]
+    for run in written["runs"]:
+        own = evaluate([run["source"]], image_folder(images, "test"), inference=_inference())
+        assert {name: run[name] for name in ("accuracy", "nll", "ece")} == pytest.approx(
+            {name: own[name] for name in ("accuracy", "nll", "ece")}
+        )
+    dense, ewa = (
+        [run["nll"] for run in written["runs"] if run["group"] == group]
+        for group in ("dense", "ewa")
+    )
+    (found,) = written["comparisons"]
+    expected = (sum(ewa) - sum(dense)) / 2
+    assert found["differences"]["nll"]["mean"] == pytest.approx(expected)
+    assert expected != 0
+    assert Image.open("a.png").size[0] > 900
+    assert main(["compare", "dense-3", "ewa-3", *arguments[2:]]) == 0
+    said = capsys.readouterr().out
+    assert "McNemar's exact test: only ewa got" in said
+    assert main(["compare", "dense-3", "ewa-3", *arguments[2:], "--plot", "a.png"]) == 1
+    assert "a.png exists; pass --overwrite" in capsys.readouterr().err
+
+
+def _inference():
+    return comparison.Inference(batch_size=7, workers=0, device="cpu")

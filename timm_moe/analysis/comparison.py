@@ -1,0 +1,383 @@
+"""Comparison of methods by runs of train.py that are paired by seed, on one folder of images."""
+
+import glob
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from timm.data import ImageDataset
+
+from ..checkpoints.source import ModelSpec
+from ..checkpoints.stated import SOURCE_PREFIXES
+from ..layers.ensemble import ensemble_log_probabilities
+from .data import Inference, load_classifiers
+from .evaluation import Figures, predictions
+
+try:
+    from scipy.stats import binomtest, sem, t
+except ModuleNotFoundError as error:
+    raise ImportError(f"Comparing needs {error.name}: pip install 'timm_moe[evaluate]'.") from error
+
+#: Where train.py writes its experiments, unless --output says otherwise.
+EXPERIMENTS = Path("output", "train")
+#: The checkpoint of an experiment. train.py chooses model_best.pth.tar by the images of its
+#: validation, so on these its figures would be too good.
+CHECKPOINT = "last.pth.tar"
+#: Name, title, factor, decimals and sign (1: more is better) of what is compared.
+FIGURES = (
+    ("accuracy", "top-1, %", 100, 2, 1),
+    ("nll", "NLL", 1, 4, -1),
+    ("ece", "ECE, 15 bins", 1, 4, -1),
+)
+#: Arguments of train.py that two runs of one method may differ in.
+OF_A_RUN = {
+    "seed",
+    "experiment",
+    "output",
+    "resume",
+    "workers",
+    "device",
+    "data_dir",
+    "data",
+    "log_interval",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: the model that it ended with.
+
+    Attributes:
+        name: of the experiment, the folder or the file.
+        source: as :func:`timm_moe.checkpoints.source.load_source` takes it.
+        group: name of its method, that of the run without its last number.
+    """
+
+    name: str
+    source: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run with its figures.
+
+    Attributes:
+        run: the run.
+        seed: train.py's, or else the last number in the run's name; None if there is neither.
+        options: train.py's arguments, without those of :data:`OF_A_RUN`.
+        figures: accuracy, NLL and ECE, by the names in :data:`FIGURES`.
+        right: for each image, whether its class was the most probable one, (N,).
+    """
+
+    run: Run
+    seed: int | None
+    options: dict[str, Any]
+    figures: dict[str, float]
+    right: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean difference of a figure over runs paired by seed, with Student's 95 % interval.
+
+    Attributes:
+        mean: a method minus the first one.
+        low: lower end; minus infinity for one pair.
+        high: upper end.
+        pairs: number of pairs.
+    """
+
+    mean: float
+    low: float
+    high: float
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method beside the first one.
+
+    Attributes:
+        group: name of the method.
+        first: name of the first method.
+        seeds: those that both have.
+        differences: by the names in :data:`FIGURES`.
+        only: of a single pair the images that only this method, and only the first, got right.
+        p: of a single pair the two-sided p-value of McNemar's exact test on these.
+    """
+
+    group: str
+    first: str
+    seeds: list[int | None]
+    differences: dict[str, Difference]
+    only: tuple[int, int] | None = None
+    p: float | None = None
+
+
+# --- the runs
+
+
+def find_runs(arguments: Sequence[str]) -> list[Run]:
+    """Find the runs that arguments name.
+
+    They are experiments of train.py, checkpoints, exported folders and ``hf-hub:`` names.
+
+    An experiment is its folder, or its name, looked for in ``output/train``; ``*`` stands for
+    several. Its ``last.pth.tar`` is taken.
+
+    Raises:
+        FileNotFoundError: if one is not there.
+        ValueError: if a run is named twice, or there are fewer than two.
+    """
+    runs = [run for argument in arguments for run in _runs_of(argument)]
+    names = [run.source for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is named twice: a run cannot be compared with itself.")
+    if len(runs) < 2:
+        raise ValueError(f"Two runs at least are compared, got {len(runs)}.")
+    if len({run.group for run in runs}) == 1:  # "first" and "second" are methods of one run each
+        runs = [Run(run.name, run.source, run.name) for run in runs]
+    return runs
+
+
+def _runs_of(argument: str) -> Iterator[Run]:
+    if argument.startswith(SOURCE_PREFIXES):
+        yield _run(argument, argument)
+        return
+    for pattern in (argument, str(EXPERIMENTS / argument)):
+        found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
+        for path in map(Path, found):
+            has_checkpoint = path.is_dir() and (path / CHECKPOINT).exists()
+            file = path / CHECKPOINT if has_checkpoint else path
+            is_of_experiment = path.name.endswith(".pth.tar") and path.absolute().parent.name
+            yield _run(path.absolute().parent.name if is_of_experiment else path.name, str(file))
+        if found:
+            return
+    raise FileNotFoundError(
+        f"{argument} is no run: neither here nor in {EXPERIMENTS} is there such an experiment, "
+        "checkpoint or folder."
+    )
+
+
+def _run(name: str, source: str) -> Run:
+    return Run(name, source, re.sub(r"[-_.]?(seed)?[-_.]?\d+$", "", name) or name)
+
+
+# --- their figures
+
+
+def measure_runs(
+    runs: Sequence[Run],
+    images: ImageDataset,
+    spec: ModelSpec | None = None,
+    use_ema: bool = False,
+    inference: Inference | None = None,
+) -> list[Measured]:
+    """Measure runs one after the other, so that one model at a time is in memory.
+
+    Args:
+        runs: from :func:`find_runs`.
+        images: from :func:`timm_moe.analysis.data.image_folder`.
+        spec: statements about models whose files do not make them.
+        use_ema: take the EMA weights.
+        inference: settings of the forwards.
+
+    Raises:
+        ValueError: if two runs of a method have the same seed; and as
+            :func:`timm_moe.analysis.evaluation.evaluate`.
+    """
+    inference = inference or Inference()
+    measured: list[Measured] = []
+    for run in runs:
+        (model,), numbered = load_classifiers([run.source], images, spec, use_ema, inference)
+        train_args = getattr(getattr(model, "origin", None), "train_args", {})
+        seed = train_args.get("seed", _last_number(run.name))
+        for other in measured:
+            if other.run.group == run.group and other.seed == seed:
+                raise ValueError(
+                    f"{other.run.name} and {run.name}, runs of {run.group}, have the same seed, "
+                    f"{seed}: pairs need one of each. Train them with different --seed."
+                )
+        figures, right = Figures(model.num_classes), []  # type: ignore[arg-type]
+        for _, log_p_BMC, labels in predictions([model], [run.source], numbered, inference):
+            figures.update(log_p_BMC, labels)
+            right.append(ensemble_log_probabilities(log_p_BMC).argmax(1) == labels)
+        result = figures.result()
+        options = {name: value for name, value in train_args.items() if name not in OF_A_RUN}
+        found = {name: result[name] for name, *_ in FIGURES}
+        measured.append(Measured(run, seed, options, found, torch.cat(right)))
+    return measured
+
+
+def _last_number(name: str) -> int | None:
+    found = re.search(r"(\d+)$", name)
+    return int(found[1]) if found else None
+
+
+# --- their differences
+
+
+def compare(measured: Sequence[Measured]) -> list[Comparison]:
+    """Compare each method with the first one, over the seeds that both have.
+
+    Two methods of one run each are a pair whatever their seeds are.
+    """
+    groups = by_group(measured)
+    first, *others = groups
+    comparisons = []
+    for group in others:
+        pairs = _pairs(groups[first], groups[group])
+        differences = {
+            name: _difference([own.figures[name] - base.figures[name] for base, own in pairs])
+            for name, *_ in FIGURES
+            if pairs
+        }
+        seeds = [own.seed for _, own in pairs]
+        if len(pairs) == 1:
+            ((base, own),) = pairs
+            only = (
+                int((own.right & ~base.right).sum()),
+                int((base.right & ~own.right).sum()),
+            )
+            p = binomtest(only[0], sum(only)).pvalue if sum(only) else 1.0
+            comparisons.append(Comparison(group, first, seeds, differences, only, float(p)))
+        else:
+            comparisons.append(Comparison(group, first, seeds, differences))
+    return comparisons
+
+
+def by_group(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
+    """List the runs of each method, in the order in which they were named."""
+    groups: dict[str, list[Measured]] = {}
+    for each in measured:
+        groups.setdefault(each.run.group, []).append(each)
+    return groups
+
+
+def _pairs(
+    first: Sequence[Measured], second: Sequence[Measured]
+) -> list[tuple[Measured, Measured]]:
+    if len(first) == len(second) == 1:
+        return [(first[0], second[0])]
+    by_seed = {each.seed: each for each in first}
+    return [(by_seed[each.seed], each) for each in second if each.seed in by_seed]
+
+
+def _difference(values: Sequence[float]) -> Difference:
+    half = math.inf if len(values) < 2 else t.ppf(0.975, len(values) - 1) * sem(values)
+    return Difference(mean(values), mean(values) - half, mean(values) + half, len(values))
+
+
+# --- what is shown
+
+
+def table(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """Yield lines on each method: its means, and its differences from the first one."""
+    groups = by_group(measured)
+    yield f"{len(measured[0].right):,} images; mean over runs (one by one)"
+    width = max(map(len, groups))
+    for name, title, factor, decimals, sign in FIGURES:
+        yield title
+        for group, runs in groups.items():
+            values = [factor * each.figures[name] for each in runs]
+            each_one = " ".join(f"{value:.{decimals}f}" for value in values)
+            yield f"  {group:<{width}}  {mean(values):.{decimals}f}  ({each_one})"
+        for comparison in comparisons:
+            if comparison.differences:
+                text = _written(comparison.differences[name], factor, decimals, sign)
+                yield f"  {comparison.group} - {comparison.first}: {text}"
+    for comparison in comparisons:
+        yield from _notes(comparison)
+    yield from differing_options(groups)
+
+
+def _written(difference: Difference, factor: float, decimals: int, sign: int) -> str:
+    middle = f"{factor * difference.mean:+.{decimals}f}"
+    if difference.pairs < 2:
+        return middle
+    low, high = (f"{factor * end:+.{decimals}f}" for end in (difference.low, difference.high))
+    verdict = "better" if difference.mean * sign > 0 else "worse"
+    if difference.low <= 0 <= difference.high:
+        verdict = "no clear difference"
+    return f"{middle} (95 % interval {low} to {high}, {difference.pairs} pairs), {verdict}"
+
+
+def _notes(comparison: Comparison) -> Iterator[str]:
+    names = f"{comparison.group} and {comparison.first}"
+    if not comparison.differences:
+        yield f"{names} share no seed, so they are not compared."
+    elif comparison.only is not None:
+        own, base = comparison.only
+        yield (
+            f"McNemar's exact test: only {comparison.group} got {own:,} images right, only "
+            f"{comparison.first} {base:,}, p = {comparison.p:.2g}. It asks whether these two "
+            "networks differ; whether the methods do, only runs of several seeds can tell."
+        )
+    elif len(comparison.seeds) < 3:
+        yield f"{names} have two pairs, whose interval is wide: train a third seed."
+
+
+def differing_options(groups: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
+    """Yield a line on the options that methods differ in, and a warning if runs of one do."""
+    for group, runs in groups.items():
+        for each in runs[1:]:
+            if names := _differing(runs[0].options, each.options):
+                yield (
+                    f"Careful: {runs[0].run.name} and {each.run.name}, both of {group}, differ "
+                    f"not only in the seed but in {', '.join(names)}."
+                )
+    (first, (base, *_)), *others = groups.items()
+    for group, (own, *_) in others:
+        names = _differing(base.options, own.options)
+        if names:
+            values = [
+                f"{name} ({base.options.get(name)}, {own.options.get(name)})" for name in names
+            ]
+            yield f"{first} and {group} were trained with different {'; '.join(values)}."
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    if not one or not other:  # an exported folder states none
+        return []
+    return [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+
+
+def plot(measured: Sequence[Measured], comparisons: Sequence[Comparison], file: Path) -> None:
+    """Draw a panel for each figure: all runs, and differences from the first method."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    groups = by_group(measured)
+    with rc_context({"text.parse_math": False, "text.usetex": False}):
+        figure = Figure(figsize=(11, 1.6 + 0.5 * len(groups)), layout="constrained")
+        panels: Any = figure.subplots(2, len(FIGURES), sharey="row")
+        for column, (name, title, factor, _, sign) in enumerate(FIGURES):
+            runs, gaps = panels[0, column], panels[1, column]
+            for place, each in enumerate(groups.values()):
+                values = [factor * run.figures[name] for run in each]
+                runs.plot(values, [place] * len(values), "o", alpha=0.6)
+            runs.set_yticks(range(len(groups)), list(groups))
+            runs.set_title(
+                f"{title}, {'more' if sign > 0 else 'less'} is better", fontsize="medium"
+            )
+            for place, comparison in enumerate(comparisons):
+                if not comparison.differences:
+                    continue
+                found = comparison.differences[name]
+                half = factor * (found.high - found.mean) if found.pairs > 1 else math.nan
+                gaps.errorbar(factor * found.mean, place, xerr=half, fmt="o", capsize=3)
+            gaps.axvline(0, color="black", linewidth=0.8)
+            labels = [f"{comparison.group} - {comparison.first}" for comparison in comparisons]
+            gaps.set_yticks(range(len(labels)), labels)
+            gaps.set_xlabel("difference, 95 % interval")
+            for panel, number in ((runs, len(groups)), (gaps, len(labels))):
+                panel.set_ylim(number - 0.5, -0.5)
+                panel.grid(axis="x", linewidth=0.3)
+        figure.savefig(file, dpi=110)
