@@ -303,7 +303,7 @@ def test_the_costs_and_the_papers_gains_in_the_readme_are_those_of_the_models():
         assert (place is None) == (not paper)
         if place:
             assert float(paper.partition(";")[0]) == pytest.approx(gains[place], abs=0.006)
-    text = (ROOT / "README.md").read_text()
+    text = in_one_line("README.md")
     assert f"fine-tuned {gains['finetuning', 'EWA, linear']:+.2f}" in text
     for name in ("vit_small_patch16_224", "vit_base_patch16_224"):
         assert byte_text(16 * model_info(name, num_classes=20).total) in text
