@@ -188,14 +188,17 @@ def _loading(args: argparse.Namespace) -> dict[str, Any]:
 def _evaluate(args: argparse.Namespace) -> None:
     from .analysis.evaluation import evaluate, table  # needs torchmetrics
 
+    _check_json(args)
     images, ood_images = _images(args)
-    _check_json(args, images, ood_images)
+    if args.json:
+        check_apart(args.json, (), _roots(images, ood_images))
     result = evaluate(args.sources, images, ood_images, **_loading(args))
     show(*args.sources, *table(result).split("\n"))
     _write_result(args, metrics=result)
 
 
 def _fewshot(args: argparse.Namespace) -> None:
+    _check_json(args)
     folders = [
         Folder(
             folder,
@@ -206,7 +209,10 @@ def _fewshot(args: argparse.Namespace) -> None:
         )
         for folder in args.data_dir
     ]
-    _check_json(args, *(images for folder in folders for images in (folder.train, folder.test)))
+    if args.json:
+        check_apart(
+            args.json, (), _roots(*(x for each in folders for x in (each.train, each.test)))
+        )
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])
@@ -325,13 +331,13 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
-def _check_json(args: argparse.Namespace, *images: ImageDataset | None) -> None:
+def _check_json(args: argparse.Namespace) -> None:
     """Raise OSError or ValueError if the numbers cannot be written, or would replace what is read."""
     if args.json is not None:
         if not args.json:
             raise ValueError("--json takes the name of a file, got an empty one.")
         check_writable(args.json, args.overwrite)
-        check_apart(args.json, [*args.sources, args.class_map], _roots(*images))
+        check_apart(args.json, [*args.sources, args.class_map])
 
 
 def _roots(*images: ImageDataset | None) -> list[str]:
