@@ -213,8 +213,10 @@ def _evaluate(args: argparse.Namespace) -> None:
     """Print metrics of one model, or of an ensemble of several, on images."""
     from .analysis.evaluation import evaluate, table  # It needs torchmetrics.
 
+    _check_json(args)
     images, ood_images = _images(args)
-    _check_json(args, images, ood_images)
+    if args.json:
+        check_apart(args.json, (), _roots(images, ood_images))
     result = evaluate(args.sources, images, ood_images, **_loading(args))
     show(*args.sources, *table(result).split("\n"))
     _write_result(args, metrics=result)
@@ -224,10 +226,13 @@ def _compare(args: argparse.Namespace) -> None:
     """Print the differences between runs on images, paired by their seeds."""
     from .analysis import comparison  # It needs torchmetrics and scipy.
 
-    images = image_folder(args.data_dir, args.split, args.class_map)
-    _check_json(args, images)
+    _check_json(args)
     if args.plot is not None:
         check_writable(args.plot, args.overwrite)
+    images = image_folder(args.data_dir, args.split, args.class_map)
+    for file in (args.json, args.plot):
+        if file:
+            check_apart(file, (), _roots(images))
     runs = comparison.find_runs(args.sources)
     measured = comparison.measure_runs(runs, images, **_loading(args))
     comparisons = comparison.compare(measured)
@@ -241,12 +246,15 @@ def _compare(args: argparse.Namespace) -> None:
 
 def _fewshot(args: argparse.Namespace) -> None:
     """Print accuracies of linear classifiers on a model's features of few images a class."""
+    _check_json(args)
     folders = []
     for folder in args.data_dir:
         training = image_folder(folder, args.train_split, args.class_map)
         test = image_folder(folder, args.split, args.class_map)
         folders.append(Folder(folder, training, test))
-    _check_json(args, *(images for folder in folders for images in (folder.train, folder.test)))
+    if args.json:
+        images = (images for folder in folders for images in (folder.train, folder.test))
+        check_apart(args.json, (), _roots(*images))
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])
@@ -378,7 +386,7 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
-def _check_json(args: argparse.Namespace, *images: ImageDataset | None) -> None:
+def _check_json(args: argparse.Namespace) -> None:
     """Check that the numbers can be written, and would not replace what is read.
 
     Raises:
@@ -390,7 +398,7 @@ def _check_json(args: argparse.Namespace, *images: ImageDataset | None) -> None:
     if not args.json:
         raise ValueError("--json takes the name of a file, got an empty one.")
     check_writable(args.json, args.overwrite)
-    check_apart(args.json, [*args.sources, args.class_map], _roots(*images))
+    check_apart(args.json, [*args.sources, args.class_map])
 
 
 def _roots(*images: ImageDataset | None) -> list[str]:
