@@ -314,6 +314,7 @@ def test_the_installed_command_and_its_help():
     assert {"demo", "export", "list", "info"} <= set(done.stdout.split())
 
 
+@pytest.mark.ci
 def test_closed_streams_are_no_error():
     code = "import sys, timm_moe_cli; sys.exit(timm_moe_cli.main(['info', 'vit_xtiny_moe']))"
     command = ["sh", "-c", '"$@" 2>&-', "sh", sys.executable, "-c", code]

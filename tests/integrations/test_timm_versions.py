@@ -54,6 +54,7 @@ def of(*modules):
     return {name for name in registered_models() if model_entrypoint(name).__module__ in names}
 
 
+@pytest.mark.ci
 def test_modules_that_timm_lacks_take_their_families_alone():
     families = (
         "gemma4_vit",

@@ -103,7 +103,17 @@ def test_every_figure_is_expected():
     assert {figure.paper for figure in FIGURES} == set(paper_figures.PAPERS)
 
 
-@pytest.mark.parametrize("place", EXPECTED, ids=" ".join)
+#: Places whose models take seconds to count.
+LARGE = {("pBE", "table 11"), ("Soft MoE", "table 8")}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, id=" ".join(place), marks=[pytest.mark.ci] if place in LARGE else [])
+        for place in EXPECTED
+    ],
+)
 def test_the_models_have_what_formulas_say(place):
     found = [
         measured(number)
@@ -213,6 +223,7 @@ def test_the_page_is_up_to_date(values):
     assert all((f"| `{name}` |" in written) == (name in of_papers) for name in registered_models())
 
 
+@pytest.mark.ci
 def test_the_counted_costs_on_their_page_are_up_to_date(monkeypatch):
     """Activations are measured, on models with memory: they are left as they stand."""
     written = (ROOT / "docs/generated/costs.md").read_text()

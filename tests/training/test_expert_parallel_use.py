@@ -224,6 +224,7 @@ def gradients_worker(rank, folder, processes):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("processes", [2, 1, 4])
 def test_gradients_of_ewa_in_eval_mode_are_those_of_one_process(tmp_path, processes):
     run_ranks(gradients_worker, (str(tmp_path), processes), processes)

@@ -48,12 +48,12 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
 
 
 def test_a_long_summary_takes_linear_time_and_a_damaged_one_is_named(tmp_path):
-    rows = [f"{epoch},nan,1.0" for epoch in range(40_000)]
+    rows = [f"{epoch},nan,1.0" for epoch in range(10_000)]
     file = tmp_path / "summary.csv"
     file.write_text("\n".join(["epoch,train_loss,eval_loss", *rows]))
     started = time.process_time()
-    assert "epochs 0 to 39999" in parts_of(tmp_path)["Does the loss still fall?"].text
-    assert time.process_time() - started < 20
+    assert "epochs 0 to 9999" in parts_of(tmp_path)["Does the loss still fall?"].text
+    assert time.process_time() - started < 5
     file.write_text("epoch,train_loss\n0,much\n")
     with pytest.raises(ValueError, match=r"summary.csv is damaged: .* 'much'"):
         run_section(tmp_path)

@@ -32,6 +32,7 @@ def images(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("images"), {"train": 24, "test": 13})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", MODELS)
 def test_rivals_train_resume_validate_and_evaluate(images, tmp_path, name):
     model = [
