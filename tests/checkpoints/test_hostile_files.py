@@ -162,7 +162,7 @@ COMMANDS = {
     "export --moe": ["export", "--moe", "{source}", "{out}"],
     "evaluate": ["evaluate", "{source}", "--json", "{out}", *IMAGES],
     "routes": ["routes", "{source}", "{out}", *IMAGES],
-    "benefits": ["benefits", "--student", "{source}", "--teacher", "99", "--dense", "1", *IMAGES],
+    "benefits": ["benefits", "--teacher", "{source}", "--student", "99", "--dense", "1", *IMAGES],
     "push": ["push", "{source}", "user/vit", "--dry-run"],
     "push --moe": ["push", "--moe", "{source}", "user/vit", "--dry-run"],
     "info": ["info", "{source}"],
