@@ -207,4 +207,4 @@ def test_the_search_finds_a_word_without_a_server(browser, folder):
     results = WebDriverWait(browser, 30).until(
         lambda b: b.find_elements(By.CSS_SELECTOR, "a.md-search-result__link")
     )
-    assert any("train.html" in result.get_attribute("href") for result in results)
+    assert any("upcycle.html" in result.get_attribute("href") for result in results)
