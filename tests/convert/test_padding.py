@@ -304,3 +304,17 @@ def test_images_of_transformers():
         )
 
     assert_same(model, padded(0), padded(7))
+
+
+def test_the_mask_of_a_call_that_failed_is_not_the_next_ones(monkeypatch):
+    model = naflex_vit().train()
+    (layer, *_) = timm_moe.moe_layers(model).values()
+    x = torch.randn(2, 6, 32)
+    expected = layer(x)
+    layer.padding = torch.zeros(2, 6, dtype=torch.bool)
+    layer.padding[1, 3:] = True
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer), "compute", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            layer(x)
+    torch.testing.assert_close(layer(x), expected)

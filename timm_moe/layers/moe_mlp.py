@@ -165,17 +165,23 @@ class MoeMlp(Experts):
                 f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
                 "the targets and modules_to_save."
             )
+        if self.padding is None and self._last_padding is None:
+            return self.compute(x, routing)
         if self.padding is None and in_backward():  # This layer alone is recomputed.
             self.padding = self._last_padding
+        try:
+            return self._compute_without_padding(x, routing)
+        finally:  # After an error, too, the mask is not the next call's.
+            self._last_padding = self.padding
+            self.padding = None
+
+    def _compute_without_padding(self, x: Tensor, routing: Routing | None) -> Tensor:
+        """Compute what :meth:`forward` returns; a given routing leaves rows of padding out."""
         padding = self.padding_of(x)
         if padding is None:
-            y = self.compute(x, routing)
-        else:  # zeros, and a given routing leaves these rows out
-            y_VD = self.compute(x[~padding], routing)
-            y = y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
-        if self.padding is not None or self._last_padding is not None:
-            self._last_padding, self.padding = self.padding, None
-        return y
+            return self.compute(x, routing)
+        y_VD = self.compute(x[~padding], routing)
+        return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
 
     def padding_of(self, x: Tensor) -> Tensor | None:
         """Return which rows of x are padding to leave out, (...), or None.
