@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -215,8 +215,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     _check_json(args)
     images, ood_images = _images(args)
-    if args.json:
-        check_apart(args.json, (), _roots(images, ood_images))
+    _check_outside([args.json], images, ood_images)
     result = evaluate(args.sources, images, ood_images, **_loading(args))
     show(*args.sources, *table(result).split("\n"))
     _write_result(args, metrics=result)
@@ -229,11 +228,12 @@ def _compare(args: argparse.Namespace) -> None:
     _check_json(args)
     if args.plot is not None:
         check_writable(args.plot, args.overwrite)
-    images = image_folder(args.data_dir, args.split, args.class_map)
-    for file in (args.json, args.plot):
-        if file:
-            check_apart(file, (), _roots(images))
     runs = comparison.find_runs(args.sources)
+    images = image_folder(args.data_dir, args.split, args.class_map)
+    outputs = [args.json, args.plot]
+    _check_outside(outputs, images)
+    for file in filter(None, outputs):
+        check_apart(file, [*(run.source for run in runs), args.class_map])
     measured = comparison.measure_runs(runs, images, **_loading(args))
     comparisons = comparison.compare(measured)
     show(*comparison.table(measured, comparisons))
@@ -252,9 +252,9 @@ def _fewshot(args: argparse.Namespace) -> None:
         training = image_folder(folder, args.train_split, args.class_map)
         test = image_folder(folder, args.split, args.class_map)
         folders.append(Folder(folder, training, test))
-    if args.json:
-        images = (images for folder in folders for images in (folder.train, folder.test))
-        check_apart(args.json, (), _roots(*images))
+    _check_outside(
+        [args.json], *(images for folder in folders for images in (folder.train, folder.test))
+    )
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])
@@ -309,7 +309,7 @@ def _routes(args: argparse.Namespace) -> None:
                 "--segmentation."
             )
         images = image_folder(args.data_dir, args.split, args.class_map)
-        check_apart(args.output_dir, (), _roots(images))
+        _check_outside([args.output_dir], images)
         (model,), images = load_classifiers([args.source], images, **loading)
         if mixing_layers(model):
             mixtures, image = collect_mixtures(model, images, loading["inference"])
@@ -372,7 +372,7 @@ def _report(args: argparse.Namespace) -> None:
         ) from error
     check_folder(args.output_dir, (FILE,), args.overwrite)
     images, ood_images = _images(args)
-    check_apart(args.output_dir, (), _roots(images, ood_images))
+    _check_outside([args.output_dir], images, ood_images)
     page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
     show(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
 
@@ -401,9 +401,11 @@ def _check_json(args: argparse.Namespace) -> None:
     check_apart(args.json, [*args.sources, args.class_map])
 
 
-def _roots(*images: ImageDataset | None) -> list[str]:
-    """Return the folders of images."""
-    return [each.reader.root for each in images if each is not None]
+def _check_outside(outputs: Iterable[str | None], *images: ImageDataset | None) -> None:
+    """Raise ValueError if an output is in a folder of images that are read."""
+    roots = [each.reader.root for each in images if each is not None]
+    for output in filter(None, outputs):
+        check_apart(output, (), roots)
 
 
 def _write_result(args: argparse.Namespace, **result: Any) -> None:

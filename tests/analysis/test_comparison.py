@@ -134,7 +134,7 @@ def test_runs_that_are_not_there(experiments, arguments, message):
 
 
 def test_two_runs_of_a_method_with_one_seed_are_refused(tmp_path, monkeypatch, capsys):
-    """As of train.py, whose --seed is 42 unless it is stated."""
+    """Runs of train.py have --seed 42 unless another is stated."""
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "data", {"validation": 2}, [f"class{label}" for label in range(5)])
     for name in ("dense-0", "dense-1", "ewa-0"):
@@ -145,6 +145,18 @@ def test_two_runs_of_a_method_with_one_seed_are_refused(tmp_path, monkeypatch, c
     assert main(["compare", "dense-*", "ewa-*", "--data-dir", "data", *HERE]) == 1
     error = capsys.readouterr().err
     assert "dense-0 and dense-1, runs of dense, have the same seed, 42" in error
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_checkpoint_that_is_read_is_not_written_over(experiments, capsys, option):
+    """The experiments are named, not their files."""
+    write_images(Path("data"), {"validation": 1})
+    file = Path("output/train/dense-0/last.pth.tar")
+    before = file.read_bytes()
+    arguments = ["dense-*", "ewa-*", "--data-dir", "data", *HERE]
+    assert main(["compare", *arguments, option, str(file), "--overwrite"]) == 1
+    assert "which is read: write elsewhere" in capsys.readouterr().err
+    assert file.read_bytes() == before
 
 
 @pytest.mark.ci
