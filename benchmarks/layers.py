@@ -12,6 +12,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 import timm_moe
+from timm_moe.analysis import info
 from timm_moe.layers import (
     CosineRouter,
     EnsembleRouter,
@@ -129,29 +130,11 @@ def saved_bytes(setting: Setting) -> Iterator[Row]:
         "random partition, 8 experts": lambda: EwaMlp(mlp(), 8),
         "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
     }
-    kept = {
-        name: _saved_bytes(make().to(setting.device), x, setting) for name, make in layers.items()
-    }
+    kept = {}
+    for name, make in layers.items():
+        layer = make().to(setting.device).train()
+        with setting.autocast():
+            kept[name] = info.saved_bytes(layer, x.clone().requires_grad_())
     for name, number in kept.items():
         ratio = number / kept["dense"]
         yield Row("saved for the backward", name, ratio, ratio, ratio, number / 2**20, "MiB")
-
-
-def _saved_bytes(layer: nn.Module, x: Tensor, setting: Setting) -> int:
-    """Count the bytes that the forward pass saves, each storage once, without parameters."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, Tensor] = {}  # holds the tensors, so that no address is reused
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), setting.autocast():
-        y = layer.train()(x.clone().requires_grad_())
-    number = sum(
-        tensor.untyped_storage().nbytes()
-        for place, tensor in kept.items()
-        if place not in parameters
-    )
-    del y
-    return number

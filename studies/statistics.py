@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TypeVar
 
-from scipy.stats import sem, t, ttest_1samp
+from scipy.stats import ttest_1samp
+
+from timm_moe.analysis.intervals import CONFIDENCE, half_width
 
 Key = TypeVar("Key")
 
-CONFIDENCE = 0.95
 BETTER, WORSE = "better", "worse"
 UNCLEAR = "no clear difference"
 TOO_FEW = "one seed or two, no verdict"
@@ -86,10 +87,3 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         corrected[key] = largest
     return corrected
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Compute half the 95 % interval of the mean; infinite for a single value."""
-    if len(values) < 2:
-        return math.inf
-    return float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * sem(values))

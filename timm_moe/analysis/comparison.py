@@ -19,7 +19,9 @@ from .data import Inference, load_classifiers
 from .evaluation import Figures, predictions
 
 try:
-    from scipy.stats import binomtest, sem, t
+    from scipy.stats import binomtest
+
+    from .intervals import half_width
 except ModuleNotFoundError as error:
     raise ImportError(f"Comparing needs {error.name}: pip install 'timm_moe[evaluate]'.") from error
 
@@ -271,8 +273,9 @@ def _pairs(
 
 
 def _difference(values: Sequence[float]) -> Difference:
-    half = math.inf if len(values) < 2 else t.ppf(0.975, len(values) - 1) * sem(values)
-    return Difference(mean(values), mean(values) - half, mean(values) + half, len(values))
+    middle = mean(values)
+    half = half_width(values)
+    return Difference(middle, middle - half, middle + half, len(values))
 
 
 # --- what is shown

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..convert.blocks import activated_parameters, moe_layers, parameters
@@ -136,21 +136,26 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
 def activation_bytes(model: nn.Module, batch: int) -> int:
     """Count the bytes that the forward of a training step keeps for its backward.
 
-    Each storage counts once, and parameters do not count.
-
     The model has its weights in memory; it is put into training mode and run once on random images
     in its weights' precision. A GPU may keep others: it pads experts to equally many rows.
     """
-    images = torch.randn(batch, *model_input_size(model))
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}  # holds the tensors, so that no address is reused
+    return saved_bytes(model.train(), torch.randn(batch, *model_input_size(model)))
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+
+def saved_bytes(module: nn.Module, x: Tensor) -> int:
+    """Count the bytes that a forward keeps for its backward.
+
+    Each storage counts once, and parameters do not count.
+    """
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, Tensor] = {}  # holds the tensors, so that no address is reused
+
+    def keep(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = model.train()(images)
+        outputs = module(x)
     number = sum(
         tensor.untyped_storage().nbytes()
         for place, tensor in kept.items()

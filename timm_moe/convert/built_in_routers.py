@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -200,6 +201,10 @@ class TopKOptions:
         return self.aux_loss.split("+") if isinstance(self.aux_loss, str) else []
 
 
+def _top_k_router(dim: int, num_experts: int, is_last: bool = False, **options: Any) -> TopKRouter:
+    return TopKOptions(**options).router(dim, num_experts, is_last)
+
+
 def _options_of(router: type[nn.Module]) -> dict[str, Any]:
     """Return the options of a router with their defaults, from its constructor's signature."""
     parameters = inspect.signature(router).parameters.items()
@@ -223,13 +228,9 @@ register_router(
 register_router(
     RouterSpec(
         "top_k",
-        lambda dim, num_experts, **options: TopKOptions(**options).router(
-            dim, num_experts, is_last=False
-        ),
+        _top_k_router,
         options=asdict(TopKOptions()),
-        last_factory=lambda dim, num_experts, **options: TopKOptions(**options).router(
-            dim, num_experts, is_last=True
-        ),
+        last_factory=partial(_top_k_router, is_last=True),
         check=lambda model, options: TopKOptions(**options).check_model(model),
         built_in=True,
     )

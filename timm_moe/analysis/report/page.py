@@ -86,7 +86,8 @@ def chart_library() -> str:
 
     The first call starts V8, which ends the process if memory is short.
     """
-    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub knows no default
+    # The library's stub does not know that its argument has a default.
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]
     return bundle
 
 
