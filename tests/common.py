@@ -1,4 +1,4 @@
-"""What tests of several rooms share.
+"""Pieces that tests of several rooms share.
 
 There are models small enough to train in a second, folders of images, golden data and places.
 """

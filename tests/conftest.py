@@ -1,4 +1,4 @@
-"""What all tests share.
+"""Settings and fixtures that all tests share.
 
 It is their order and time limits, one thread so that results repeat, small models, and a browser.
 

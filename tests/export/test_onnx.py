@@ -1,4 +1,4 @@
-"""What timm's onnx_export.py makes of exported models.
+"""ONNX files that timm's onnx_export.py makes of exported models.
 
 In onnxruntime it gives the expert models' outputs.
 """

@@ -1,4 +1,4 @@
-"""What timm's optimizers make of stacked parameters.
+"""Stacked parameters in timm's optimizers.
 
 Groups are by name as in the dense model, and updates are those of E networks.
 """

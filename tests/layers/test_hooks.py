@@ -1,4 +1,4 @@
-"""What users and other libraries do to the modules inside an expert layer.
+"""Changes that users and other libraries make to modules inside an expert layer.
 
 They add hooks, offload them, or compute weights.
 """

@@ -400,7 +400,12 @@ def test_a_student_is_refined_with_its_expert_model_as_teacher(images, tmp_path,
         "--num-classes",
         3,
         *("--kd-model-name", f"local-dir:{tmp_path / 'teacher-folder'}", "--kd-temperature", 1),
-        *("--task-loss-weight", 0.25, "--distill-loss-weight", 0.75, "--experiment", "student"),
+        "--task-loss-weight",
+        0.25,
+        "--distill-loss-weight",
+        0.75,
+        "--experiment",
+        "student",
         epochs=2,
     )
     assert "Routing in" not in log  # the teacher is not trained

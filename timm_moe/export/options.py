@@ -43,7 +43,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(ModelOptions):
-    """Where and how to push, and what the model card should say.
+    """Options of a push: its place, and what the model card should say.
 
     ``license`` goes to the card, too.
 

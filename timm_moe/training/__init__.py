@@ -1,4 +1,4 @@
-"""What happens between forward and step: averaging, router losses, placement over processes."""
+"""Training between forward and step: averaging, router losses, placement over processes."""
 
 from .averaging import ExpertWeightAveraging, average_experts_
 from .expert_parallel import parallelize_experts

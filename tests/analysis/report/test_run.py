@@ -198,7 +198,7 @@ def test_a_damaged_run_is_told_before_the_images_are_seen(splits, tmp_path, monk
 
 
 def test_charts_start_before_the_images_are_run_on(splits, tmp_path, monkeypatch):
-    """Where memory is short, that ends the process."""
+    """Starting it ends the process where memory is short."""
 
     def start():
         raise MemoryError("V8")
