@@ -9,7 +9,6 @@ timm, which take seconds, are imported in functions.
 import gc
 import logging
 import shutil
-from collections import defaultdict
 
 import pytest
 from hypothesis import settings
@@ -50,7 +49,7 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(tryfirst=True)  # before options of the command line choose by marks
 def pytest_collection_modifyitems(config, items):
     if not config.option.keyword and not any("::" in argument for argument in config.args):
-        mark_cases(items)
+        mark_later_cases(items)
     items.sort(
         key=lambda item: (
             SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST)
@@ -63,20 +62,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.timeout(LIMITS[marks[0]]))
 
 
-def mark_cases(items):
-    """Mark all cases of a test but the first as ``ci``.
-
-    In project/ this is not done, where each case is another page.
-    """
-    tests = defaultdict(list)
+def mark_later_cases(items):
+    """Mark as ``ci`` all cases but the first of each test that is marked ``first_case``."""
+    seen = set()
     for item in items:
-        if item.path.parent.name != "project" and not any(
-            item.get_closest_marker(name) for name in LIMITS
-        ):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        for case in cases[1:]:
-            case.add_marker(pytest.mark.ci)
+        if item.get_closest_marker("first_case") and not item.get_closest_marker("ci"):
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.ci)
+            seen.add(test)
 
 
 def pytest_ignore_collect(collection_path, config):

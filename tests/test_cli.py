@@ -72,6 +72,7 @@ def test_info_of_a_dense_model_and_its_expert_form_side_by_side(capsys):
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe", "vit_tiny_moe"])
+@pytest.mark.first_case
 def test_sizes_are_those_of_a_training(name, tmp_path, capsys):
     """As torch allocates and writes them, after a step of AdamW."""
     model = timm.create_model(name, **SMALL_VIT)
@@ -240,6 +241,7 @@ def test_export(ewa_vit, tmp_path, capsys):
         (["demo", "--epochs", "0"], "epochs must be at least 1, got 0"),
     ],
 )
+@pytest.mark.first_case
 def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 1

@@ -70,6 +70,7 @@ def test_lines_messages_and_errors(capsys):
 
 
 @pytest.mark.parametrize("usetex", [False, True])
+@pytest.mark.first_case
 def test_routes_of_classes_of_any_name(command, tmp_path, capfd, monkeypatch, usetex):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "text.usetex", usetex)

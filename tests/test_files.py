@@ -251,6 +251,7 @@ def watch(target, begin, stop, seen):
 
 
 @pytest.mark.parametrize("new", [True, False])
+@pytest.mark.first_case
 def test_racing_processes_never_mix_what_belongs_together(tmp_path, new):
     target = tmp_path / "out"
     if not new:

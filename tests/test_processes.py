@@ -66,6 +66,7 @@ def started(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
 @pytest.mark.parametrize("kind", ["a new process", "a forked process", "torchrun"])
+@pytest.mark.first_case
 def test_processes_end_with_an_interrupted_test(kind, started, tmp_path):
     start, number = STARTS[kind]
     waits = WAITS.format(folder=str(started))

@@ -323,6 +323,7 @@ def test_errors_are_one_sentence_before_any_forward(
 
 @pytest.mark.parametrize("workers", [0, 2])  # whose end takes torch 10 seconds
 @pytest.mark.parametrize("keep", [0.5, 0])
+@pytest.mark.first_case
 def test_an_image_that_cannot_be_read_is_named(splits, model, tmp_path, workers, keep):
     """timm's own dataset would take the next image in its place."""
     shutil.copytree(splits / "val", tmp_path / "val")
@@ -367,6 +368,7 @@ def test_without_torchmetrics(splits, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("by_number", [False, True])
+@pytest.mark.first_case
 def test_other_classes_of_the_same_number_are_warned_of(splits, model, tmp_path, caplog, by_number):
     """By the names that the folder of the model states, wherever it was trained."""
     names = [f"class{label}" for label in range(CLASSES)]

@@ -73,6 +73,7 @@ def routed(model, images):
 
 
 @pytest.mark.parametrize("run", [evaluated, evaluated_on_other_data, routed, observed])
+@pytest.mark.first_case
 def test_a_batch_leaves_no_tensor(run, images):
     model = make_model("vit_tiny_moe", num_experts=2, num_classes=2)
     counter = Counter(model)
@@ -89,6 +90,7 @@ def test_few_shots_keep_the_features(images):
 
 
 @pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.first_case
 def test_figures(members):
     figures = Figures(5)
 

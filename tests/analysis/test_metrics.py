@@ -29,6 +29,7 @@ def case(golden):
         (metrics.NormalizedDisagreement, "normalized_disagreement"),
     ],
 )
+@pytest.mark.first_case
 def test_values_of_the_golden_file_over_batches(case, make, key, from_logits):
     arrays, logits, labels = case
     metric = make(from_logits)

@@ -191,6 +191,7 @@ def test_two_processes(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @every_metric
+@pytest.mark.first_case
 def test_a_metric_takes_any_floating_point_type(name, dtype):
     outputs, labels = data()
     outputs = outputs.to(dtype)
@@ -217,6 +218,7 @@ def test_probabilities_of_a_narrow_type(dtype):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("label", [-100, -1, CLASSES])
+@pytest.mark.first_case
 def test_labels_that_are_no_class(name, label):
     outputs, labels = data()
     metric = updated(ALL[name](), (outputs, labels))
@@ -231,6 +233,7 @@ def test_labels_that_are_no_class(name, label):
 
 @every_metric
 @pytest.mark.parametrize("wrong", ["nan", "inf"])
+@pytest.mark.first_case
 def test_outputs_that_are_not_a_number(name, wrong):
     outputs, labels = data()
     outputs.view(len(outputs), -1)[3, 0] = float(wrong)

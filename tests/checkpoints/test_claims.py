@@ -93,6 +93,7 @@ DEPENDENT = (
 
 @pytest.mark.parametrize("kind", NESTS)
 @pytest.mark.parametrize("name", [*READ, *PUBLISHED, *DEPENDENT])
+@pytest.mark.first_case
 def test_a_nested_argument(quickly, tmp_path, name, kind):
     file = save_as_train_py(tmp_path / "a.pth", vit(), **{name: nest(kind)})
     spec = SPEC if name in ("model", "model_kwargs", "num_classes") else None
@@ -104,6 +105,7 @@ def test_a_nested_argument(quickly, tmp_path, name, kind):
 
 
 @pytest.mark.parametrize("kind", NESTS)
+@pytest.mark.first_case
 def test_nests_in_other_places(quickly, tmp_path, kind):
     content = {
         **torch.load(save_as_train_py(tmp_path / "a.pth", vit()), weights_only=False),

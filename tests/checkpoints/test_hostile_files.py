@@ -254,6 +254,7 @@ def everything_in(root):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.first_case
 def test_what_a_file_states_leads_nowhere(runs, root, places, pair):
     case, command = pair
     (status, events), err = runs[pair]

@@ -81,6 +81,7 @@ EMA = {
 
 
 @pytest.mark.parametrize("layout", EMA)
+@pytest.mark.first_case
 def test_ema_weights_are_found(layout, tmp_path):
     trained, ema = vit(), vit()
     torch.save(
@@ -142,6 +143,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
+@pytest.mark.first_case
 def test_harmless_objects_are_read(kind, tmp_path):
     args = argparse.Namespace(
         model="vit_tiny_ewa_moe", num_classes=5, model_kwargs=OPTIONS, extra=HARMLESS[kind]

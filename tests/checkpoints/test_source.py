@@ -184,6 +184,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("unfit", UNFIT)
+@pytest.mark.first_case
 def test_a_folder_that_does_not_fit_is_refused(folder, unfit):
     UNFIT[unfit](folder)
     with pytest.raises(
@@ -282,6 +283,7 @@ def test_no_nan_in_json(tmp_path):
 @pytest.mark.parametrize(
     "model", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe", "swin_tiny_patch4_window7_224_ewa_moe"]
 )
+@pytest.mark.first_case
 def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, stated):
     """Newer train.py gives a model of a fixed size --img-size by timm's own function.
 
@@ -504,6 +506,7 @@ def test_a_folder_of_transformers(dense_vit, tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_mo", "vit_tinyewa_moe.augreg_in21k"])
+@pytest.mark.first_case
 def test_a_mistyped_name_gets_the_nearest(ewa_vit, tmp_path, monkeypatch, capsys, command, name):
     monkeypatch.chdir(tmp_path)
     torch.save(ewa_vit.state_dict(), "a.pth")

@@ -138,6 +138,7 @@ def assert_equal_to_reference(imported, file, rest, experts):
 
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize(("num_experts", "ranks"), [(2, 8), (8, 4), (4, 4), (4, 1)])
+@pytest.mark.first_case
 def test_imported_files_give_the_references_outputs(num_experts, ranks, cosine, tmp_path):
     """Hidden units cut over four processes, one expert in each, two in each, all in one."""
     rest, experts = whole_model(num_experts, cosine)
@@ -160,6 +161,7 @@ def test_one_file_of_all_experts(tmp_path):
 
 @pytest.mark.parametrize("fc2_bias", [False, True])
 @pytest.mark.parametrize("suffix", [".pth.global", ".pth"])
+@pytest.mark.first_case
 def test_a_dense_file_becomes_a_swin_of_timm(suffix, fc2_bias, tmp_path):
     rest, _ = whole_model(fc2_bias=fc2_bias)
     torch.save({"model": rest}, tmp_path / f"dense{suffix}")
@@ -244,6 +246,7 @@ def of_size(name, num_experts):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.first_case
 def test_the_published_sizes_are_recognised(name):
     num_experts = VARIANTS[name].args["num_experts"]
     blocks = dict(moe_layers="5,7,9,11,13,15,17,19,21,23", num_classes=21841)
@@ -331,6 +334,7 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
         ("rank3", lambda model: model[EXPERT].fill_(math.inf), "fc1.weight holds NaN or Inf"),
     ],
 )
+@pytest.mark.first_case
 def test_other_arrays_than_a_swin_moes(suffix, edit, message, tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     change(f"{prefix}.pth.{suffix}", edit)

@@ -267,6 +267,7 @@ ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
         ),
     ],
 )
+@pytest.mark.first_case
 def test_other_arrays_than_a_v_moes(change, message):
     arrays = read_arrays(FOLDER / "vmoe_tiny")
     change(arrays)

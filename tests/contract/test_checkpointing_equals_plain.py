@@ -25,6 +25,7 @@ def train(name, is_checkpointing):
 
 
 @pytest.mark.parametrize("name", families())
+@pytest.mark.first_case
 def test_training_is_the_same(name):
     expected_losses, expected = train(name, is_checkpointing=False)
     losses, actual = train(name, is_checkpointing=True)

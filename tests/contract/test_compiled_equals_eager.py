@@ -46,6 +46,7 @@ def compare(name, **compiled):
 
 @pytest.mark.parametrize("are_equal", [False, True])
 @pytest.mark.parametrize("name", families())
+@pytest.mark.first_case
 def test_training_is_one_graph_that_is_compiled_once(name, are_equal):
     with equal_slots(are_equal):
         compare(name, backend="aot_eager")
@@ -70,6 +71,7 @@ def move_to_fake_gpu(model):
 
 
 @pytest.mark.parametrize("name", families())
+@pytest.mark.first_case
 def test_on_a_gpu_the_forward_is_one_graph_that_never_waits(name, monkeypatch):
     graphs = []
 

@@ -24,6 +24,7 @@ def image_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", families())
+@pytest.mark.first_case
 def test_commands_end_well(name, image_folder, tmp_path, capsys):
     model, options = FAMILIES[name]
     kwargs = {**OPTIONS, "num_experts": 4, "depth": 2, **options}

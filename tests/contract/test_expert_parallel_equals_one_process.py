@@ -139,6 +139,7 @@ def worker(rank, folder, processes, name, recomputed=False, dtype=None, groups=1
 
 @pytest.mark.parametrize("processes", [4, 2, 1])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.first_case
 def test_training_is_that_of_one_process(tmp_path, name, processes):
     run_ranks(worker, (str(tmp_path), processes, name), processes)
 
@@ -304,6 +305,7 @@ def ewa_worker(rank, folder, processes, optimizer, name):
         (2, "SGD", "vit_tiny_moe"),
     ],
 )
+@pytest.mark.first_case
 def test_averaging_over_processes_is_that_of_one_process(tmp_path, processes, optimizer, name):
     run_ranks(ewa_worker, (str(tmp_path), processes, optimizer, name), processes)
 

@@ -93,6 +93,7 @@ HOW = {
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.first_case
 def test_computed_weights_are_refused_by_name(road, how):
     make, options, part = ROADS[road]
     change, message = HOW[how]

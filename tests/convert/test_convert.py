@@ -92,6 +92,7 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
         ({"expert_init": "zero"}, "expert_init must be one of"),
     ],
 )
+@pytest.mark.first_case
 def test_bad_options_leave_the_model_as_it_was(dense_vit, options, message):
     with pytest.raises(ValueError, match=message):
         timm_moe.convert_to_moe(dense_vit, **options)
@@ -182,6 +183,7 @@ def test_convert_and_back_gives_the_dense_model_bit_for_bit(dense_vit, images):
 @pytest.mark.parametrize(
     "arch", ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"]
 )
+@pytest.mark.first_case
 def test_other_families_convert_in_memory(arch):
     model = (
         timm.create_model(arch, depth=2)

@@ -73,6 +73,7 @@ ROADS = ("pretrained", "file", "checkpoint_path", "load_state_dict")
 
 @pytest.mark.parametrize("expert_init", ["same", "independent"])
 @pytest.mark.parametrize("road", ROADS)
+@pytest.mark.first_case
 def test_dense_weights_are_cut_on_every_road(road, expert_init, tmp_path):
     dense, images = dense_and_images()
     model = upcycled_later(road, dense, tmp_path, expert_init=expert_init, **EXACT)
@@ -81,6 +82,7 @@ def test_dense_weights_are_cut_on_every_road(road, expert_init, tmp_path):
 
 @pytest.mark.parametrize("expert_width", [1, 0.25])
 @pytest.mark.parametrize("road", ROADS)
+@pytest.mark.first_case
 def test_drop_happens_on_every_road(road, expert_width, tmp_path):
     dense, _ = dense_and_images()
     options = dict(num_experts=4, expert_width=expert_width)
@@ -93,6 +95,7 @@ def test_drop_happens_on_every_road(road, expert_width, tmp_path):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "random"])
+@pytest.mark.first_case
 def test_an_upcycled_model_exports_the_dense_networks_that_it_was_cut_from(
     method, shared, tmp_path
 ):

@@ -129,6 +129,7 @@ def numbers(places):
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
 @pytest.mark.parametrize("name", EVERY)
+@pytest.mark.first_case
 def test_there_and_back(name, router):
     model, places = make(name)
     expected, before = (
@@ -162,6 +163,7 @@ def test_there_and_back(name, router):
 
 
 @pytest.mark.parametrize("name", EVERY)
+@pytest.mark.first_case
 def test_halves_of_the_hidden_units(name):
     model, _ = make(name)
     expected = outputs(model)
@@ -267,6 +269,7 @@ def encoder(**options):
     "options", [dict(), dict(activation="gelu"), dict(activation=nn.SiLU(), norm_first=True)]
 )
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.first_case
 def test_an_encoder_of_torch(options):
     model, x = encoder(**options), torch.randn(2, 7, 32)
     mask = torch.zeros(2, 7, dtype=torch.bool)
@@ -415,6 +418,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.first_case
 def test_networks_that_are_refused(kind):
     model, sentence = REFUSED[kind]
     before, state = [type(m) for m in model.modules()], torch.random.get_rng_state()

@@ -176,6 +176,7 @@ def test_equal_experts_give_their_strongest_units_many_times():
 @pytest.mark.parametrize(
     "name", ["vit_tiny_moe", "vit_tiny_ewa_moe", "vimoe_s14_shared", "vmoe_pbe_s32"]
 )
+@pytest.mark.first_case
 def test_every_kind_of_model_becomes_a_stock_model(method, name, images, tmp_path):
     options = dict(num_experts=2) if "ewa" not in name else {}
     model = timm.create_model(name, **options, **SMALL_VIT).eval()

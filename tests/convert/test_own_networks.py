@@ -253,6 +253,7 @@ NAMES = (
 @pytest.mark.parametrize(
     "kind", [lambda: nn.Linear(8, 8), nn.Identity, lambda: nn.Parameter(torch.zeros(3))]
 )
+@pytest.mark.first_case
 def test_parts_with_a_name_of_the_layer_are_refused_by_name(name, kind):
     def make():
         network = Own()

@@ -81,6 +81,7 @@ def assert_same(model, short, padded):
     "options", [{}, dict(shared_expert=True), dict(capacity_factor="none", aux_loss="importance")]
 )
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.first_case
 def test_naflexvit(options, training):
     model = naflex_vit(eval_capacity_factor=0.8, **options).train(training)
     assert_same(model, lambda model: model(naflex(9, 0)), lambda model: model(naflex(9, 20)))
@@ -178,6 +179,7 @@ def test_recomputation_sees_the_mask():
 
 
 @pytest.mark.parametrize("options", [{}, dict(shared_expert=True), None])
+@pytest.mark.first_case
 def test_recomputation_of_a_layer_alone_sees_the_mask(options):
     model = ewa_naflex_vit() if options is None else naflex_vit(**options)
     results = []

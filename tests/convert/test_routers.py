@@ -288,6 +288,7 @@ def test_a_router_that_something_trains_is_not(how):
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(["mobilevit_xxs", "tnt_s_patch16_224", *SMALL]))
+@pytest.mark.first_case
 def test_routers_of_images_refuse_what_gets_parts_of_images(name):
     """A real forward tells which networks get other than one entry for each image."""
     model = timm.create_model(name, num_classes=4, **SMALL[name]).eval()

@@ -42,6 +42,7 @@ def with_compiled_block(model):
 @pytest.mark.parametrize(
     "wrapper", [nn.DataParallel, torch.compile, AveragedModel, ModelEmaV3, with_compiled_block]
 )
+@pytest.mark.first_case
 def test_a_wrapped_model_is_refused(wrapper):
     for model in (wrapper(vit()), Classifier(wrapper)):
         before = dict(model.named_modules())
@@ -110,6 +111,7 @@ def saved(model):
         ("itself", "top_k", False),
     ],
 )
+@pytest.mark.first_case
 def test_a_checkpoint_with_other_expert_layers_is_refused(way, router, strict):
     model, fewer, more = (COPIES[way](convert(layers, router)) for layers in ("1,3", "3", "1,2,3"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

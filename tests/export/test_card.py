@@ -46,6 +46,7 @@ def checkpoint(checkpoints):
         )
     ],
 )
+@pytest.mark.first_case
 def test_a_pushed_export_has_the_card_of_its_checkpoint(
     checkpoints, tmp_path, name, stated, method
 ):
@@ -151,6 +152,7 @@ def test_results_of_another_function_are_left_out(checkpoints):
 
 
 @pytest.mark.parametrize("change", ["EMA measured", "other run", "recovery", "damaged", "absent"])
+@pytest.mark.first_case
 def test_results_of_other_weights_are_left_out(checkpoint, tmp_path, change):
     content = torch.load(checkpoint, weights_only=False)
     rows = (checkpoint.parent / "summary.csv").read_bytes()
@@ -169,6 +171,7 @@ def test_results_of_other_weights_are_left_out(checkpoint, tmp_path, change):
 
 
 @pytest.mark.parametrize("task", ["classification", "multilabel"])
+@pytest.mark.first_case
 def test_results_of_newer_train_py(checkpoints, tmp_path, task):
     """It does not state the metric that is its task's own."""
     content = torch.load(checkpoints["vit_tiny_ewa_moe"], weights_only=False)
@@ -250,6 +253,7 @@ WORDS = [
         ("C:\\Users\\alice\\start.pth", "start.pth"),
     ],
 )
+@pytest.mark.first_case
 def test_of_an_address_neither_its_user_nor_its_query_is_published(
     checkpoint, tmp_path, start, published
 ):
@@ -303,6 +307,7 @@ def strange(exported, tmp_path):
 
 
 @pytest.mark.parametrize("word", WORDS)
+@pytest.mark.first_case
 def test_words_of_a_config_are_text_in_the_card(strange, word):
     experts = {
         "model": word,
@@ -335,6 +340,7 @@ def test_words_of_a_config_are_text_in_the_card(strange, word):
 
 
 @pytest.mark.parametrize("name", ["architecture", "base", "dataset", "options", "metrics"])
+@pytest.mark.first_case
 def test_names_that_cannot_be_are_refused(strange, name):
     for word in WORDS:
         value = {word: 1.0} if name == "metrics" else {word: "1", f"model option {word}": "1"}

@@ -28,6 +28,7 @@ from timm_moe_cli import main
         ),
     ],
 )
+@pytest.mark.first_case
 def test_every_kind_comes_back(name, options, tmp_path):
     model = timm.create_model(name, **{**SMALL_VIT, **options})
     model.reset_classifier(3)

@@ -410,6 +410,7 @@ def test_a_connection_that_breaks_in_the_upload(hub, server, checkpoint):
 @pytest.mark.parametrize(
     "step", ["commit", "preupload", "create", "branch", "validate_yaml", "lfs_batch", "upload"]
 )
+@pytest.mark.first_case
 def test_a_hub_that_accepts_and_does_not_answer(hub, server, checkpoint, step):
     server.faults.silent = (step,)
     begin = time.monotonic()

@@ -28,6 +28,7 @@ SL = dict(shifted_patches=True, locality_attention=True)
         ("swin_tiny_patch2_window4_32_ewa_moe", dict(embed_dim=12, depths=[1, 2, 1], **SL)),
     ],
 )
+@pytest.mark.first_case
 def test_an_exported_model_in_onnxruntime(name, options, images, tmp_path):
     model = timm.create_model(name, **options).eval()
     timm_moe.export_dense(model, tmp_path / "dense")
@@ -67,6 +68,7 @@ GROUPED = ("vit_tiny_moe", dict(top_k=2, eval_capacity_factor=0.6, group_images=
 
 
 @pytest.mark.parametrize(("name", "options", "exporter"), [*CASES, GROUPED])
+@pytest.mark.first_case
 def test_experts_in_onnxruntime(name, options, exporter, tmp_path):
     model = timm.create_model(
         name, exportable=True, **{**SMALL_VIT, "num_experts": 4, **options}

@@ -93,6 +93,7 @@ PUSHES = {
 
 @pytest.mark.parametrize("push", PUSHES)
 @pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.first_case
 def test_what_leads_out_of_a_folder_is_refused_before_it_is_read(
     stranger, home, monkeypatch, kind, push
 ):
@@ -153,6 +154,7 @@ def test_a_folder_in_the_hubs_cache(stranger, tmp_path, shared):
 
 
 @pytest.mark.parametrize("push", ["push_folder", "push_moe", "push_dense"])
+@pytest.mark.first_case
 def test_what_was_checked_is_what_is_uploaded(stranger, home, monkeypatch, push):
     """Files that are replaced once the push has begun."""
     (stranger / "README.md").write_text("Mine.")
@@ -197,6 +199,7 @@ def test_an_error_names_the_folder_that_was_given(stranger):
 
 
 @pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe, push_dense, push_moe])
+@pytest.mark.first_case
 def test_the_table_beside_a_checkpoint(checkpoint, home, tmp_path, function):
     """Measurements are published, so they must lie where the checkpoint lies."""
     content = {**torch.load(checkpoint, weights_only=False), "metric": 50.0}

@@ -86,6 +86,7 @@ def test_an_ewa_step_takes_no_more_memory_than_its_gradients_and_a_fiftieth(devi
     not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
 )
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe", "widenet_b"])
+@pytest.mark.first_case
 def test_one_process_of_distributed_data_parallel(device, name):
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(

@@ -91,6 +91,7 @@ def draws_of_the_cpu(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("kind", ["random partition", *ROUTERS, "shared expert"])
+@pytest.mark.first_case
 def test_values_and_gradients_are_those_of_a_cpu(device, kind, network, dtype):
     for layer, x in layers(kind, network):
         layer, x = layer.to(dtype), x.to(dtype)
@@ -110,6 +111,7 @@ def test_values_and_gradients_are_those_of_a_cpu(device, kind, network, dtype):
 @pytest.mark.parametrize("end_device", ["cpu", "device"])
 @pytest.mark.parametrize("width", [16, 12])
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.first_case
 def test_products_of_runs_are_those_of_a_cpu(device, dtype, width, end_device):
     """With widths of 16 and 8, ``grouped_mm`` multiplies where the GPU has kernels for it."""
     end = torch.tensor([4, 4, 13])

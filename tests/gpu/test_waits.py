@@ -47,6 +47,7 @@ def test_waits_are_counted(device):
 
 @pytest.mark.parametrize("amp", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.first_case
 def test_a_training_step_waits_once_for_each_layer_without_a_capacity(device, name, amp):
     model, images = family(name).to(device), torch.randn(4, 3, 32, 32, device=device)
     targets = torch.randint(5, (4,), device=device)
@@ -87,6 +88,7 @@ def test_a_training_step_waits_once_for_each_layer_without_a_capacity(device, na
 
 @pytest.mark.parametrize("amp", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.first_case
 def test_an_evaluation_waits_once_for_each_layer_without_a_capacity(device, name, amp):
     model, images = family(name).to(device).eval(), torch.randn(4, 3, 32, 32, device=device)
     with torch.inference_mode(), torch.autocast(device, amp, enabled=amp is not None):

@@ -24,6 +24,7 @@ def classifier(router):
 
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
+@pytest.mark.first_case
 def test_trainer(router, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -54,6 +55,7 @@ def test_trainer(router, tmp_path):
 
 @pytest.mark.parametrize("router", ["random", "top_k"])
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.first_case
 def test_lightning(router, tmp_path, images):
     """Its checkpoint is a source of the commands, too."""
     lightning = pytest.importorskip("lightning")

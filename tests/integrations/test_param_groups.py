@@ -80,6 +80,7 @@ def settings(model, opt, layer_decay):
 @pytest.mark.parametrize("layer_decay", [None, 0.75])
 @pytest.mark.parametrize("opt", ["adamw", "muon", "lookahead_adamw", "sgd", "lamb", "lion"])
 @pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.first_case
 def test_groups_are_those_of_the_dense_model(pair, opt, layer_decay):
     experts, dense = PAIRS[pair]()
     found, expected = settings(experts, opt, layer_decay), settings(dense, opt, layer_decay)

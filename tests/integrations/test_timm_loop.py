@@ -120,6 +120,7 @@ def test_experts_are_averaged_after_every_update_without_a_word(tmp_path, caplog
 
 
 @pytest.mark.parametrize("sched", ["cosine", "none", "step", "plateau"])
+@pytest.mark.first_case
 def test_resume_goes_on_bit_for_bit(tmp_path, sched):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -134,6 +135,7 @@ def test_resume_goes_on_bit_for_bit(tmp_path, sched):
 
 
 @pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.first_case
 def test_a_run_from_a_recovery_file_ends_at_the_end_of_the_schedule(tmp_path, batch, caplog):
     """train.py goes on with the next epoch, and leaves out the rest of the one that was cut off."""
     training = Training(tmp_path)
@@ -162,6 +164,7 @@ def test_no_resume_opt_takes_the_place_in_the_schedule_from_the_epoch(tmp_path, 
 
 
 @pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_adamw"])
+@pytest.mark.first_case
 def test_the_optimizer_of_a_dense_run_is_not_that_of_experts(dense_vit, tmp_path, opt):
     optimizer = create_optimizer_v2(dense_vit, opt=opt, lr=1e-3, weight_decay=0.05)
     dense_vit(torch.randn(4, 3, 32, 32)).square().mean().backward()
@@ -309,6 +312,7 @@ def test_cooldown_and_cycles_count_into_the_whole_run(ewa_vit):
 
 
 @pytest.mark.parametrize("use_ema", [False, True])
+@pytest.mark.first_case
 def test_the_saved_checkpoint_is_exported(tmp_path, use_ema):
     (tmp_path / "run").mkdir()
     training = Training(tmp_path / "run").run()
@@ -384,6 +388,7 @@ def test_adaptive_clipping_by_timms_scaler(ewa_vit):
 
 
 @pytest.mark.parametrize("stated", [12, 3])
+@pytest.mark.first_case
 def test_batches_that_are_counted_as_updates_are_told_of_once(ewa_vit, caplog, stated):
     """Twelve batches, whose gradients are accumulated over four, are three updates."""
     optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.0)

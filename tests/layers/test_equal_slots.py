@@ -320,6 +320,7 @@ MODELS = {
 
 @pytest.mark.parametrize("amp", [torch.float16, None, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.first_case
 def test_waits_of_a_forward_pass(name, amp):
     """One for each layer without capacities, or in evaluation with large ones; none for others."""
     options, training, evaluation = MODELS[name]

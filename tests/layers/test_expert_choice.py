@@ -73,6 +73,7 @@ def test_all_experts_have_equally_many_rows_and_rows_differ():
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled", "exported", "traced"])
+@pytest.mark.first_case
 def test_of_equal_rows_the_first_are_taken(form):
     """Equal gates are taken as by the reference, also those that large logits make equal."""
     moe, x = layer(num_experts=2).eval().float(), torch.ones(2, 6, 5)

@@ -131,6 +131,7 @@ def test_expert_e_is_part_e_of_the_dense_network(name, parts, units, width, num_
 
 @pytest.mark.parametrize("name", FFNS)
 @pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.first_case
 def test_all_parts_of_one_copy_are_the_dense_network(name, parts):
     ffn = network(name, 8)
     layer = layer_of(ffn, 3 * parts, 1 / parts, top_k=parts)
@@ -174,6 +175,7 @@ def test_a_shared_expert_is_the_first_part(name):
 
 @pytest.mark.parametrize("layer_class", [MoeMlp, SharedExpertMlp])
 @pytest.mark.parametrize("name", FFNS)
+@pytest.mark.first_case
 def test_dense_weights_that_are_loaded_later_are_cut_too(name, layer_class):
     ffn, other = network(name, 8), network(name, 8)
     x = torch.randn(7, WIDTH, dtype=torch.float64)
@@ -208,6 +210,7 @@ def test_another_dense_width_is_refused():
 
 @pytest.mark.parametrize("layer_class", [MoeMlp, SharedExpertMlp])
 @pytest.mark.parametrize("name", FFNS)
+@pytest.mark.first_case
 def test_experts_join_to_the_dense_networks_that_they_were_cut_from(name, layer_class):
     layer = layer_of(network(name, 8), 8, 0.25, layer_class)
     # the second four are another network
@@ -396,6 +399,7 @@ class Wrong(nn.Module):
     ids=lambda ffn: getattr(ffn, "kind", type(ffn).__name__),
 )
 @pytest.mark.parametrize("options", [dict(expert_width=0.5), dict(expert_init="drop")])
+@pytest.mark.first_case
 def test_networks_without_hidden_units_of_their_own_are_refused(ffn, options):
     message = (
         rf"elementwise operations on its hidden units, which this {type(ffn).__name__} is not: "

@@ -77,6 +77,7 @@ def test_values_and_gradients_are_those_of_single_rows(
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.first_case
 def test_derivatives_of_every_order(bias):
     x, weight, bias, end = tensors([2, 0, 3, 1], bias=bias)
     inputs = [t for t in (x, weight, bias) if t is not None]
@@ -334,6 +335,7 @@ def outcome(layer, x):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.first_case
 def test_a_network_over_all_rows_is_one_for_each_expert(name, dtype):
     layer = layer_of(name).to(dtype)
     assert layer.is_grouped == (name not in IN_TURN)
@@ -349,6 +351,7 @@ def test_a_network_over_all_rows_is_one_for_each_expert(name, dtype):
 @pytest.mark.parametrize(
     "name", ["SwiGLU with a norm", "scaled", "over its norm", "PReLU", "by its weight"]
 )
+@pytest.mark.first_case
 def test_compiled_as_one_graph(name):
     layer, x = layer_of(name), torch.randn(3, 7, 8)
     expected = outcome(layer, x)
@@ -363,6 +366,7 @@ class Silent(Own):
 
 
 @pytest.mark.parametrize("make", [Silent, lambda: Named(8, 12)])
+@pytest.mark.first_case
 def test_compiled_experts_that_compute_every_row_say_so_once(make):
     layer = MoeMlp(make(), TopKRouter(8, 4, 2), 4)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -479,6 +483,7 @@ def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name):
 @pytest.mark.parametrize(
     "name", ["top-2, capacity", *sorted(FAMILIES.keys() - {"top-2, capacity"})]
 )
+@pytest.mark.first_case
 def test_no_count_is_read_in_eager_mode(name):
     """Nobody can read a number of a tensor on the meta device."""
     model = family(name).to("meta")

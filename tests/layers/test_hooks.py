@@ -68,6 +68,7 @@ def output(layer, x):
 
 @every_layer
 @pytest.mark.parametrize("where", ["cpu", "disk", "blocks"])
+@pytest.mark.first_case
 def test_weights_that_accelerate_keeps_elsewhere(kind, where, x, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     plain = nn.Sequential(nn.LayerNorm(8), layer_of(kind)).eval()
@@ -108,6 +109,7 @@ computed = pytest.mark.parametrize("how", COMPUTED)
 @every_layer
 @computed
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.first_case
 def test_experts_are_trained_through_what_computes_them(kind, how, x):
     layer = layer_of(kind)
     COMPUTED[how](layer.fc1)
@@ -131,6 +133,7 @@ def test_experts_are_trained_through_what_computes_them(kind, how, x):
 @computed
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.first_case
 def test_computed_experts_become_dense_as_they_are_now(how, training, x):
     model = nn.Sequential(nn.LayerNorm(8), layer_of("EWA")).train(training)
     COMPUTED[how](model[1].fc1)
@@ -221,6 +224,7 @@ REPLACED = [by_name, by_a_walk, by_torch_itself, with_weights]
 @every_layer
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("replace", REPLACED)
+@pytest.mark.first_case
 def test_a_replaced_activation_is_computed(kind, replace, training, x):
     layer, expected = layer_of(kind).train(training), layer_of(kind, nn.ReLU).train(training)
     if kind == "shared":

@@ -105,6 +105,7 @@ def test_equal_experts_compute_the_dense_network(batch, tokens, num_experts, ffn
 
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 10])
+@pytest.mark.first_case
 def test_values_and_gradients_equal_a_plain_loop(ffn, rows):
     layer = moe(8, 12, ffn=ffn)
     x = torch.randn(rows, 8, requires_grad=True)
@@ -282,6 +283,7 @@ def in_empty_memory(model, weights):
 
 @pytest.mark.filterwarnings("ignore:Fused experts")
 @pytest.mark.parametrize("load", [assigned, in_empty_memory])
+@pytest.mark.first_case
 def test_a_dense_checkpoint_in_a_model_on_meta_leaves_routers_that_are_drawn(load):
     dense, images = (
         timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval(),

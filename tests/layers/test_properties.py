@@ -211,6 +211,7 @@ def test_there_and_back_is_the_dense_model(placement, num_experts, router):
 @pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
 @settings(max_examples=10)
 @given(placement=placements(), num_experts=st.integers(1, 4))
+@pytest.mark.first_case
 def test_a_model_takes_a_dense_checkpoint_at_any_placement(name, placement, num_experts):
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     share = {"share_rate": 0.0} if num_experts == 1 and "ewa" in name else {}

@@ -70,6 +70,7 @@ def test_the_host_draws_for_a_generator_that_checkpointing_does_not_restore():
 @pytest.mark.parametrize("road", ["eager", "compiled"])
 @settings(max_examples=25)
 @given(case=routings())
+@pytest.mark.first_case
 def test_layer_equals_the_slow_reference(road, case):
     torch.manual_seed(0)
     layer = routed(
@@ -208,6 +209,7 @@ def test_large_capacity_and_none_drop_nothing():
 
 
 @pytest.mark.parametrize("layer_class", ["routed", "ewa"])
+@pytest.mark.first_case
 def test_second_derivatives_and_no_forward_mode(layer_class):
     layer = (
         routed(top_k=2, capacity_factor=0.5) if layer_class == "routed" else EwaMlp(Mlp(5, 6), 4)
@@ -397,6 +399,7 @@ def test_expert_dropout_is_of_the_experts_only():
         ({"share_rate": 0.8}, "share_rate must lie between 0 and"),
     ],
 )
+@pytest.mark.first_case
 def test_bad_options_end_in_one_sentence(options, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model("vit_tiny_moe", **SMALL_VIT, **options)
@@ -439,6 +442,7 @@ def test_a_huge_capacity_factor_drops_nothing(options):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("capacity_factor", [None, 0.6])
 @pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.first_case
 def test_combine_has_the_gradients_of_the_plain_sum(top_k, capacity_factor, dtype):
     torch.manual_seed(0)
     router = TopKRouter(8, 4, top_k, capacity_factor=capacity_factor, capacity_multiple=1).double()

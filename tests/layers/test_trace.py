@@ -28,6 +28,7 @@ import timm_moe
         ("vit_tiny_moe", dict(num_experts=4, router="expert_choice", group_images=2)),
     ],
 )
+@pytest.mark.first_case
 def test_a_trace_has_the_capacities_of_each_batch(name, options):
     model = routed_model(name, **options).eval()
     for layer in timm_moe.moe_layers(model).values():  # experts that differ

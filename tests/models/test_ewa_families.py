@@ -26,11 +26,13 @@ TINY_SWIN = dict(SMALL["swin_tiny_patch4_window7_224"], num_classes=5)
 
 
 @pytest.mark.parametrize("architecture", SMALL)
+@pytest.mark.first_case
 def test_a_small_one_of_each_family(architecture):
     check(architecture, SMALL[architecture])
 
 
 @pytest.mark.parametrize("architecture", SMALL)
+@pytest.mark.first_case
 def test_experts_that_differ_become_their_mean(architecture, tmp_path):
     """Wherever the network stands: CoaT's blocks have it in three places."""
     model = timm.create_model(f"{architecture}_ewa_moe", **SMALL[architecture])
@@ -39,6 +41,7 @@ def test_experts_that_differ_become_their_mean(architecture, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["vit_small_resnet26d_224", "vit_base_resnet50d_224"])
+@pytest.mark.first_case
 def test_a_backbone_that_timm_builds_first_is_built_as_it_is(name):
     model = timm.create_model(f"{name}_ewa_moe", img_size=64, embed_dim=32, depth=2, num_heads=2)
     stock = timm.create_model(name, img_size=64, embed_dim=32, depth=2, num_heads=2)
@@ -173,6 +176,7 @@ def test_a_dense_checkpoint_is_upcycled_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     "architecture", ["deit_tiny_patch16_224", "tnt_s_patch16_224", "caformer_s18"]
 )
+@pytest.mark.first_case
 def test_the_page_of_the_models(architecture):
     page = (ROOT / "docs/generated/models.md").read_text()
     assert row(architecture) in page.splitlines()

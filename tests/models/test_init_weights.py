@@ -52,6 +52,7 @@ def spread(values):
 
 
 @pytest.mark.parametrize("case", MODELS)
+@pytest.mark.first_case
 def test_a_model_from_meta_is_initialised_like_one_that_was_built_in_memory(case):
     expected = make(case)
     with torch.device("meta"):

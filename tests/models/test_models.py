@@ -86,6 +86,7 @@ def test_feature_extraction_by_tracing_keeps_expert_layers_whole(images):
         ("vmoe_pbe_s32", {}),
     ],
 )
+@pytest.mark.first_case
 def test_torchvisions_feature_extraction(name, options, training, images):
     set_fused_attn(False)  # some pairs of timm and torch cannot trace the fused one
     try:
@@ -269,6 +270,7 @@ def test_routed_models_have_the_weights_and_the_size_of_their_stock_model(name, 
         ("vmoe_h14", (23, 25, 27, 29, 31), 32, {}),
     ],
 )
+@pytest.mark.first_case
 def test_routed_models_are_the_papers(name, layers, experts, options):
     with weightless():
         model = timm.create_model(name)
@@ -354,6 +356,7 @@ def test_exports_with_a_dynamic_batch(name, options, strict, images):
 @pytest.mark.parametrize(
     "name", ["vit_tiny_ewa_moe", "vmoe_b16", "vimoe_s14_shared", "vmoe_pbe_b16", "widenet_b"]
 )
+@pytest.mark.first_case
 def test_device_and_dtype_are_those_asked_for(name, images):
     options = {**SMALL_VIT, "num_experts": 4}
     model = timm.create_model(name, **options, pre_logits=True, device="meta", dtype=torch.bfloat16)
@@ -430,6 +433,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+@pytest.mark.first_case
 def test_a_folder_needs_to_state_its_classes_only_once(name, tmp_path):
     """At the top of config.json, where transformers looks for them too."""
     cfg = timm.models.get_pretrained_cfg(name).to_dict()
@@ -443,6 +447,7 @@ def test_a_folder_needs_to_state_its_classes_only_once(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "default"), [("vimoe_s14", 1000), ("vit_xtiny_ewa_moe", 100), ("pit_xs_32", 100)]
 )
+@pytest.mark.first_case
 def test_classes_that_nobody_states(name, default):
     with weightless():
         assert timm.create_model(name).num_classes == default
@@ -468,6 +473,7 @@ def test_the_short_and_the_long_name_are_one_model():
 
 
 @pytest.mark.parametrize("slots", [nullcontext, equal_slots])
+@pytest.mark.first_case
 def test_a_batch_without_images(slots):
     """A process may get one, as the last of an epoch; the others wait for its gradients."""
     for name in KINDS:

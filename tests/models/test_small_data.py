@@ -193,6 +193,7 @@ ALONE = {
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ALONE)
+@pytest.mark.first_case
 def test_a_token_without_others_attends_to_itself(kind, dtype, autocast):
     """The authors' mask is finite."""
     attention = randomize(ALONE[kind]().to(dtype))
@@ -290,6 +291,7 @@ def test_every_embedding_merging_and_attention_is_replaced(family):
 
 
 @families
+@pytest.mark.first_case
 def test_without_the_options_it_is_the_stock_model(family, images):
     dense, moe, args, stock = FAMILIES[family]
     model = timm.create_model(dense, **args).eval()
@@ -302,6 +304,7 @@ def test_without_the_options_it_is_the_stock_model(family, images):
 
 @families
 @pytest.mark.parametrize("options", [SL, {}, {"shifted_patches": True}])
+@pytest.mark.first_case
 def test_export(family, options, images, tmp_path):
     dense, moe, args, stock = FAMILIES[family]
     args = {**args, **options, "in_chans": 1}

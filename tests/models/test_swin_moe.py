@@ -22,6 +22,7 @@ def small(name="swin_moe_small_patch4_window12_192_8e", **options):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.first_case
 def test_the_published_places_options_and_parameters(name):
     model = weightless_model(name, num_classes=21841)
     layers = timm_moe.moe_layers(model)
@@ -77,6 +78,7 @@ def test_all_parameters_of_a_new_or_pretrained_model_and_of_its_student_are_trai
 
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("score", ["softmax", "cosine"])
+@pytest.mark.first_case
 def test_initial_weights_of_linear_layers_have_the_published_deviation(score, again):
     model = small(score=score, embed_dim=64)
     if again:
@@ -138,6 +140,7 @@ def test_dense_weights_go_into_every_expert(tmp_path):
     "name",
     ["swin_moe_small_patch4_window12_192_8e", "swin_moe_small_patch4_window12_192_32e_cosine"],
 )
+@pytest.mark.first_case
 def test_saved_with_its_experts_and_as_a_swin_of_timm(name, tmp_path):
     model = small(name).eval()
     images = torch.randn(2, 3, 64, 64)

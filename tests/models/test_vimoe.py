@@ -47,6 +47,7 @@ def layer(case, router_class=ImageRouter, layer_class=MoeMlp, **options):
     ],
 )
 @pytest.mark.parametrize("road", ["eager", "compiled"])
+@pytest.mark.first_case
 def test_outputs_and_loss_of_the_golden_file(case, options, expected, road, monkeypatch):
     made = layer(case, **options)
     if road == "compiled":

@@ -59,6 +59,7 @@ def _search(path):
         "from timm import utils",
     ],
 )
+@pytest.mark.first_case
 def test_models_are_there_whatever_is_imported_first(imports):
     done = run(f"{imports}\nimport timm\nassert timm.is_model('vit_small_ewa_moe')")
     assert done.returncode == 0, done.stderr
@@ -196,6 +197,7 @@ print(*sorted(seen.items()))
         ("timm_moe", "timm_moe.models"),
     ],
 )
+@pytest.mark.first_case
 def test_threads_that_import_timm_and_the_package_at_once(first, name):
     done = run_code(THREADS, first, name, modules=BEFORE_TIMM)
     assert (done.returncode, done.stdout, done.stderr) == (

@@ -225,6 +225,7 @@ FIRST = pairwise(CHOICES)[1::6]
         for s in pairwise(CHOICES)
     ],
 )
+@pytest.mark.first_case
 def test_in_process(tmp_path, setting):
     for name in ("whole", "resumed", "untrained"):
         (tmp_path / name).mkdir()

@@ -134,6 +134,7 @@ def test_resume_goes_on_where_it_stopped(run, images):
         ),
     ],
 )
+@pytest.mark.first_case
 def test_options_of_train_py(images, tmp_path, options, message):
     log = train(tmp_path, images, *XTINY, *options, epochs=1)
     assert log.count("EWA: averaging") == 1
@@ -161,6 +162,7 @@ def test_upcycling_from_the_command_line(images, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["tiny", "small"])
+@pytest.mark.first_case
 def test_pretrained_from_the_hub_and_nothing_else_on_the_line(tmp_path, size):
     """Run the README's first command.
 
@@ -339,6 +341,7 @@ def family(name, *options):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.first_case
 def test_families_train_resume_and_validate(images, tmp_path, name):
     options = [*family(name), "--model-ema", "--layer-decay", "0.9"]
     log = train(tmp_path, images, *options, "--experiment", "a", epochs=3)
@@ -443,6 +446,7 @@ def test_evaluate_measures_what_validate_does(run, images, tmp_path):
 
 
 @pytest.mark.parametrize("class_map", ["classes.txt", ""])
+@pytest.mark.first_case
 def test_evaluate_sees_the_images_and_classes_that_validate_does(images, tmp_path, class_map):
     """A hidden folder is a class for timm.
 

@@ -19,6 +19,7 @@ from timm_moe.training.averaging import UPDATES
 @pytest.mark.parametrize(
     "opt", ["adamw", "sgd", "lamb", "lion", "muon", "lookahead_adamw", "lookahead_sgd", "adafactor"]
 )
+@pytest.mark.first_case
 def test_follows_every_step_of_every_optimizer(ewa_vit, opt):
     optimizer, averaging = averaged(ewa_vit, opt)
     for step in range(7):  # Lookahead's slow update comes at the sixth
@@ -90,6 +91,7 @@ def test_a_compiled_step_is_compiled_once(ewa_vit):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant", "early", "late"])
+@pytest.mark.first_case
 def test_the_rate_is_a_tensor_where_a_step_can_be_captured(ewa_vit, schedule):
     """SGD has no such option, and works on CPUs.
 
@@ -175,6 +177,7 @@ def test_weight_ema_sees_the_averaged_weights(ewa_vit):
 
 
 @pytest.mark.parametrize("opt", ["adamw", "lookahead_adamw"])
+@pytest.mark.first_case
 def test_resuming_after_three_of_six_steps_is_bit_identical(opt, tmp_path):
     def start():
         torch.manual_seed(0)

@@ -83,6 +83,7 @@ def test_it_moves_once_a_step_by_all_micro_batches():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.first_case
 def test_repetitions_in_backward_do_not_count(compiled):
     model, images = make_model(), torch.randn(4, 3, 32, 32)
     other = copy.deepcopy(model)
@@ -124,6 +125,7 @@ def test_a_buffer_that_fsdp1_has_cast_counts_on_in_float32():
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.first_case
 def test_a_step_that_runs_its_forwards_is_that_of_a_loop(accumulated):
     """Train by a closure, as Lightning's automatic optimization and LBFGS do."""
     outcomes = []
@@ -288,6 +290,7 @@ def worker_in_pairs(rank, folder):
     not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
 )
 @pytest.mark.parametrize("work", [worker_alone, worker_in_pairs])
+@pytest.mark.first_case
 def test_only_processes_that_train_a_layer_as_one_share_its_choices(tmp_path, work):
     run_ranks(work, (str(tmp_path),), 3)
 

@@ -134,6 +134,7 @@ def test_a_sharded_optimizer_is_averaged_and_resumed(tmp_path, processes):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.first_case
 def test_ranks_stay_identical(tmp_path, batch_size):
     run_ranks(worker, (str(tmp_path), batch_size), 2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
@@ -195,6 +196,7 @@ def routed_worker(rank, folder, name, compiled):
         ("vmoe_pbe_s32", False),
     ],
 )
+@pytest.mark.first_case
 def test_routed_experts_get_the_gradients_of_the_whole_batch(tmp_path, name, compiled):
     run_ranks(routed_worker, (str(tmp_path), name, compiled), 2)
 

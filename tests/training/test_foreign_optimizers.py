@@ -290,6 +290,7 @@ def means_of_experts(opt, is_averaged):
 @pytest.mark.parametrize(
     "opt", ["madgrad", *(name for name in OPTIMIZERS if name != "madgrad"), "lookahead_madgrad"]
 )
+@pytest.mark.first_case
 def test_averaging_moves_the_mean_of_no_optimizer(opt):
     # Steps are of 0.01 to 0.1; some optimizers compute in float32.
     torch.testing.assert_close(

@@ -202,6 +202,7 @@ def training_worker(rank, folder, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.first_case
 def test_training_is_that_of_one_process(tmp_path, name):
     run_ranks(training_worker, (str(tmp_path), name), 2)
     first, second = (torch.load(tmp_path / f"outputs{rank}.pt") for rank in range(2))
@@ -305,6 +306,7 @@ def flat_worker(rank, folder, processes):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.first_case
 def test_flat_shards_are_refused_before_a_weight_moves(tmp_path, processes):
     run_ranks(flat_worker, (str(tmp_path), processes), processes)
 

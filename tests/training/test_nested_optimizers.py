@@ -66,6 +66,7 @@ def by_hand(model, optimizer, seed):
     "base",
     [lambda groups, lr: Lookahead(torch.optim.SGD(groups, lr=lr), k=2), torch.optim.SGD],
 )
+@pytest.mark.first_case
 def test_sam_is_averaged_once_an_update(ewa_vit, caplog, step, given, base):
     reference = copy.deepcopy(ewa_vit)
     for layer in timm_moe.moe_layers(reference).values():

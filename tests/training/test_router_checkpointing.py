@@ -73,6 +73,7 @@ class Repeated(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.first_case
 def test_compiled_blocks_that_are_repeated_in_backward_leave_no_record(compiled):
     """Compiled code cannot ask whether backward is running.
 

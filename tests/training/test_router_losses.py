@@ -44,6 +44,7 @@ CRITERIA = {
 
 
 @pytest.mark.parametrize("name", list(CRITERIA))
+@pytest.mark.first_case
 def test_loss_and_gradients_are_those_of_the_loss_by_hand(name):
     criterion, make_targets = CRITERIA[name]
     images, targets = batch()
@@ -154,6 +155,7 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_moe", "vmoe_b32"])
+@pytest.mark.first_case
 def test_gradient_checkpointing_with_accumulation(name):
     """The recomputation in backward runs the routers again, which must not count."""
     images, targets = batch()

@@ -97,6 +97,7 @@ class Outer(TrainingTask):
     "error", [RuntimeError("bad image"), KeyboardInterrupt()], ids=["error", "interrupted"]
 )
 @pytest.mark.parametrize("road", ["eager", "nested", "compiled"])
+@pytest.mark.first_case
 def test_a_task_that_fails_leaves_nothing_behind(road, error):
     images, targets = batch()
     stumbling = Stumbling(routed_model())

@@ -43,6 +43,7 @@ def test_experts_beside_the_averaged_ones_are_told_of(ewa_vit, caplog):
 
 
 @pytest.mark.parametrize("made", ["before loading", "after loading", "and sought"])
+@pytest.mark.first_case
 def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, caplog, made):
     """Such a checkpoint loads what the optimizer has already.
 

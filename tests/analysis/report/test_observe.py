@@ -32,6 +32,7 @@ from timm_moe.training.epoch_log import relative_distance_to_mean
         ("widenet_b", dict(depth=2)),
     ],
 )
+@pytest.mark.first_case
 def test_it_sees_what_evaluate_and_routes_do(name, options, splits):
     model = make_model(name, **{**SMALL_VIT, **options})
     images, other = image_folder(splits), image_folder(splits, "other")

@@ -170,6 +170,7 @@ SITTING = [
 
 
 @pytest.mark.parametrize(("name", "options", "networks", "places", "box"), SITTING)
+@pytest.mark.first_case
 def test_every_feed_forward_network_is_drawn_where_it_is(name, options, networks, places, box):
     model = weightless_model(name, **options)
     part = model_section(model, measure(weightless_model(name, **options), name), History()).parts[

@@ -165,6 +165,7 @@ def test_models_whose_tokens_choose_have_routes_instead():
 @pytest.mark.parametrize(
     ("options", "field"), [(SOFT, "tokens_per_slot"), (CHOICE, "share_by_experts")]
 )
+@pytest.mark.first_case
 def test_the_command(options, field, splits, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     save_file(make_model(**options).state_dict(), tmp_path / "a.safetensors")

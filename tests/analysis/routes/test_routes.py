@@ -124,6 +124,7 @@ def test_watching_noisy_routers_changes_nothing_and_sees_the_choices_that_were_m
         ("hiera_tiny_224", dict(img_size=(64, 64), embed_dim=24), None),
     ],
 )
+@pytest.mark.first_case
 def test_patches_have_a_grid_where_they_are_row_by_row(name, size, grid):
     model = timm.create_model(f"{name}_ewa_moe", router="top_k", num_classes=5, **size).eval()
     path, layer = next(iter(moe_layers(model).items()))

@@ -209,6 +209,7 @@ def test_without_names_classes_are_their_numbers(masked):
     ],
 )
 @pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.first_case
 def test_bad_data(masked, capsys, workers, file, pixels, message):
     (masked / "classes.txt").write_text("\n".join(NAMES))
     if isinstance(pixels, bytes):
@@ -239,6 +240,7 @@ def test_bad_data(masked, capsys, workers, file, pixels, message):
         (["--data-dir", "."], "has no image: their names end in .png, "),
     ],
 )
+@pytest.mark.first_case
 def test_bad_options(masked, monkeypatch, capsys, options, message):
     (masked / "empty").mkdir()
     monkeypatch.chdir(masked / "empty")

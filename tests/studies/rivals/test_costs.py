@@ -30,6 +30,7 @@ paper_figures = import_module("paper_figures")
         ("vmoe_mimo_b32", dict(ensemble_size=4, batch_repetitions=2), 182.7927, 185.4),
     ],
 )
+@pytest.mark.first_case
 def test_the_cost_of_training_is_what_a_formula_says_and_near_the_papers(
     name, options, computed, printed
 ):

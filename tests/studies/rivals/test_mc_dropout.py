@@ -91,6 +91,7 @@ PIT = dict(base_dims=[8, 8, 8], depth=[1, 2, 1], heads=[1, 1, 1], num_classes=5)
         ),
     ],
 )
+@pytest.mark.first_case
 def test_mc_dropout_of_models_that_branch(name, options, side):
     model = timm.create_model(name, **options, expert_dropout=0.5).eval()
     x = torch.randn(2, 3, side, side)

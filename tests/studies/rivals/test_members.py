@@ -33,6 +33,7 @@ def ensemble(name, **options):
 @pytest.mark.parametrize("of_weights", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
+@pytest.mark.first_case
 def test_the_mean_of_the_members_is_not_rounded(name, of_weights, dtype):
     """Else many classes would be equally probable, and the first of them predicted."""
     model, images = ensemble(name), torch.randn(64, 3, 32, 32)
