@@ -13,7 +13,6 @@ A run is a training for one seed with all arms that come from it. Its folder rec
         killed
 """
 
-import csv
 import fcntl
 import json
 import math
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+
+from timm_moe.training.summary import FILE, read_summary
 
 from .deploy import Deployment
 from .images import Part
@@ -183,11 +184,9 @@ class Run:
 
     def progress(self) -> float:
         """Compute the fraction of its epochs that are over."""
-        summary = self.folder / "train" / "summary.csv"
-        lines = summary.read_text().splitlines() if summary.exists() else []
-        # A resumed run has a second head.
-        epochs = [int(line.partition(",")[0]) + 1 for line in lines if line[:1].isdigit()]
-        return max(epochs, default=0) / self._epochs()
+        summary = self.folder / "train" / FILE
+        rows = read_summary(summary, ()) if summary.exists() else []
+        return max((row["epoch"] + 1 for row in rows), default=0) / self._epochs()
 
     def images_to_see(self) -> int:
         """Multiply epochs by training images, to estimate the length of the run."""
@@ -231,16 +230,11 @@ class Run:
 
     def _curve(self) -> list[dict[str, float]]:
         """Read losses and top-1 of each epoch that train.py evaluated, from its summary.csv."""
-        rows = csv.DictReader((self.folder / "train" / "summary.csv").open())
-        known = {
-            int(row["epoch"]): row
-            for row in rows
-            if row["epoch"] != "epoch" and row.get("eval_loss")
-        }
         keys = ("train_loss", "eval_loss", "eval_top1")
+        rows = read_summary(self.folder / "train" / FILE, keys)
+        known = {int(row["epoch"]): row for row in rows if "eval_loss" in row}
         return [
-            {"epoch": epoch, **{key: float(known[epoch][key]) for key in keys}}
-            for epoch in sorted(known)
+            {"epoch": epoch, **{key: known[epoch][key] for key in keys}} for epoch in sorted(known)
         ]
 
     def _train_command(self, used: dict[str, Path]) -> list[str]:

@@ -53,3 +53,8 @@ def describe(error: Exception) -> str:
 def shortened(text: str, length: int) -> str:
     """Cut a text to a number of letters, and mark where it was cut."""
     return text if len(text) <= length else text[:length] + " ..."
+
+
+def in_layers(number: int) -> str:
+    """Say in how many layers of a model something is."""
+    return f"in each of {number} layers" if number > 1 else "in one layer"

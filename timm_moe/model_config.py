@@ -84,6 +84,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]} ..."
 
 
+def shown_name(name: str) -> str:
+    """Shorten a name for a message, without quotes; what cannot be printed is escaped."""
+    return shown(name)[1:-1]
+
+
 def _word(value: Any) -> str:
     """Write a single value, at most its first 81 letters, or the type of another value."""
     if not is_single(value):

@@ -6,7 +6,7 @@ images are loaded.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +213,16 @@ def image_mode(model: nn.Module) -> str:
     It is the mode of its training, or else that of timm's validate.py.
     """
     stated = getattr(model, "args_of_images", {}).get("input_img_mode")
-    return stated or ("RGB" if preprocessing(model)["input_size"][0] == 3 else "L")
+    return stated or mode_of_channels(preprocessing(model))
+
+
+def mode_of_channels(config: Mapping[str, Any]) -> str:
+    """Return the mode of Pillow for the channels of a model's input, as timm's validate.py has it.
+
+    Args:
+        config: from :func:`timm_moe.model_config.preprocessing`.
+    """
+    return "RGB" if config["input_size"][0] == 3 else "L"
 
 
 def image_bytes(images: Tensor, model: nn.Module) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..console import in_layers
 from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..convert.dense import to_dense
 from ..convert.find import ffn_paths
@@ -80,8 +81,7 @@ class ModelInfo:
     def _experts(self) -> str:
         if not self.moe_layers:
             return "none"
-        number = len(self.moe_layers)
-        layers = f"in each of {number} layers" if number > 1 else "in one layer"
+        layers = in_layers(len(self.moe_layers))
         text = f"{self.num_experts} {layers}, the model has {self.blocks} blocks"
         if self.exported is not None:  # a token goes to one expert, no matter to which
             return text

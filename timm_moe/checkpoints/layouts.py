@@ -10,7 +10,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor
 
-from ..model_config import shown
+from ..model_config import shown_name
 
 _logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _ema_of_other_trainers(checkpoint: Mapping[str, Any], plain: Any, path: Path
         }
     if len(found) != 1:
         told = ", ".join(
-            shown(name)[1:-1] for name in [*(found or checkpoint)][:20] if isinstance(name, str)
+            shown_name(name) for name in [*(found or checkpoint)][:20] if isinstance(name, str)
         )
         raise ValueError(
             f"{path} has {'several' if found else 'no'} EMA weights that are known, but {told}: "

@@ -25,7 +25,7 @@ from torch import nn
 
 from ..convert.registry import moe_options
 from ..files import read_text
-from ..model_config import check_preprocessing, is_single, shown
+from ..model_config import check_preprocessing, is_single, shown, shown_name
 from ..models.mixin import constructor_arguments
 from ..models.registered import check_registered
 
@@ -182,7 +182,7 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
     for name, value in stated.items():
         if name not in allowed:
             raise ValueError(
-                f"{origin} states the argument {shown(name)[1:-1]} for {architecture}, which is "
+                f"{origin} states the argument {shown_name(name)} for {architecture}, which is "
                 "none of its architecture: if another model was named than the file's, leave "
                 "--model out; if you know the argument and want it, state it with --model-kwargs."
             )

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
+from ..console import in_layers
 from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
 from ..models.publications import PUBLICATIONS, papers_of
@@ -198,8 +199,8 @@ def _model(
 
 
 def _of_experts(experts: Experts, method: str | None) -> str:
-    where = f"in each of {experts.layers} layers" if experts.layers > 1 else "in one layer"
-    held = f"{experts.experts} experts {where}" + (" and a shared one" if experts.shared else "")
+    shared = " and a shared one" if experts.shared else ""
+    held = f"{experts.experts} experts {in_layers(experts.layers)}{shared}"
     if method is None:
         return f"It has {held}."
     name = public(experts.model)

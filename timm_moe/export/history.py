@@ -3,7 +3,6 @@
 An export records them in the config.json beside the weights.
 """
 
-import csv
 import hashlib
 import math
 import re
@@ -18,9 +17,10 @@ from ..checkpoints.source import Origin
 from ..checkpoints.stated import ENTRY, SOURCE_PREFIXES
 from ..console import describe
 from ..convert.blocks import moe_layers, parameters
-from ..files import read_text, require_file
+from ..files import require_file
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
+from ..training.summary import FILE, read_summary
 
 #: Options of train.py that are kept where they are set. None of them is a path.
 _TRAINING_OPTIONS = (
@@ -259,7 +259,7 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
     measured = args.get("eval_metric") or ("map" if args.get("task") == "multilabel" else "top1")
     # train.py measures the EMA weights, where it has any.
     measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
-    metrics = _summary(Path(origin.place).parent / "summary.csv", measured, epoch, origin.metric)
+    metrics = _summary(Path(origin.place).parent / FILE, measured, epoch, origin.metric)
     return History(
         file=public(origin.place),
         options=_options(args, dataset),
@@ -319,17 +319,11 @@ def _summary(file: Path, measured: Any, epoch: int | None, metric: Any) -> dict[
     require_file(file, file.parent)
     found: dict[str, int | float] = {}
     try:
-        columns, *rows = csv.reader(read_text(file).splitlines())
-        at_epoch, at_metric = columns.index("epoch"), columns.index(f"eval_{measured}")
-        places = {
-            name: columns.index(f"eval_{name}") for name in METRICS if f"eval_{name}" in columns
-        }
-        for row in filter(None, rows):
-            if row[at_epoch] == str(epoch) and float(row[at_metric]) == float(metric):
-                found = {
-                    name: float(row[at]) for name, at in places.items() if at < len(row) and row[at]
-                }
-    except (csv.Error, IndexError, TypeError, ValueError):  # another run's file, or a damaged one
+        at_checkpoint = {"epoch": epoch, f"eval_{measured}": float(metric)}
+        for row in read_summary(file, [f"eval_{name}" for name in {*METRICS, measured}]):
+            if at_checkpoint.items() <= row.items():
+                found = {name: row[f"eval_{name}"] for name in METRICS if f"eval_{name}" in row}
+    except (TypeError, ValueError):  # no metric, another run's file, or a damaged one
         return {}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 

@@ -11,7 +11,7 @@ import torch
 from timm.models import model_entrypoint
 from torch import nn
 
-from ..model_config import shown
+from ..model_config import shown_name
 from ..quick_init import quick_init
 
 
@@ -48,7 +48,7 @@ def check_registered(name: str) -> None:
         return
     nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
     raise ValueError(
-        f"Unknown model ({shown(name)[1:-1]})"
+        f"Unknown model ({shown_name(name)})"
         + (f"; did you mean {nearest[0]}?" if nearest else ".")
     )
 

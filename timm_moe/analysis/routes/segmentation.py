@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...console import describe
 from ...files import require_file
-from ..data import Inference, reading
+from ..data import Inference, mode_of_channels, reading
 from ..images import UnreadableImage, read_image
 
 _logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class MaskedImages(Dataset):
         self.root = Path(images)
         self.pairs = pair_files(images, masks)
         self.classes, self.ignore_index = classes, ignore_index
-        self.mode = mode or ("RGB" if config["input_size"][0] == 3 else "L")
+        self.mode = mode or mode_of_channels(config)
         self.size = tuple(config["input_size"][1:])
         self.transform: Any = create_transform(**{**config, "crop_pct": 1.0, "crop_mode": "squash"})
 

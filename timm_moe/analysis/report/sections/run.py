@@ -1,6 +1,5 @@
 """The training run of a report: ``summary.csv`` and ``experts.json`` as charts over the epochs."""
 
-import csv
 import math
 from collections.abc import Sequence
 from itertools import groupby
@@ -8,9 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ....console import describe
-from ....files import read_text
 from ....training.epoch_log import read_epochs
+from ....training.summary import FILE, read_summary
 from .. import charts
 from ..page import Part, Section
 from .routing import DEAD
@@ -80,22 +78,12 @@ def _summary(folder: Path) -> list[dict[str, Any]]:
     If an epoch is there again, its earlier row and the rows after that are another run's and left
     out.
     """
-    file = folder / "summary.csv"
-    if not file.exists():
-        return []
+    file = folder / FILE
     rows: list[dict[str, Any]] = []
-    try:
-        for row in csv.DictReader(read_text(file).splitlines()):
-            if (row.get("epoch") or "").isdecimal():
-                figures: dict[str, Any] = {"epoch": int(row["epoch"])}
-                figures |= {name: float(row[name]) for name in COLUMNS if row.get(name)}
-                while rows and rows[-1]["epoch"] >= figures["epoch"]:
-                    rows.pop()
-                rows.append(figures)
-    except (ValueError, csv.Error) as error:
-        raise ValueError(
-            f"{file} is damaged: it is not the table that train.py writes ({describe(error)})."
-        ) from error
+    for row in read_summary(file, COLUMNS) if file.exists() else []:
+        while rows and rows[-1]["epoch"] >= row["epoch"]:
+            rows.pop()
+        rows.append({**row, "epoch": int(row["epoch"])})
     return rows
 
 

@@ -1,0 +1,36 @@
+"""The table ``summary.csv`` of train.py, in which each row is an epoch."""
+
+import csv
+from collections.abc import Collection
+from pathlib import Path
+
+from ..console import describe
+from ..files import read_text
+
+FILE = "summary.csv"
+
+
+def read_summary(file: Path, columns: Collection[str]) -> list[dict[str, float]]:
+    """Read the rows of train.py's table in the order of the file.
+
+    Args:
+        file: the table.
+        columns: names of the columns to read, beside ``epoch``.
+
+    Returns:
+        The numbers of each row by column. A value that is not there is left out, as is the second
+        head that a resumed run writes. Rows of an earlier run in the same folder are kept.
+
+    Raises:
+        ValueError: if the file is not such a table.
+    """
+    try:
+        return [
+            {name: float(row[name]) for name in ("epoch", *columns) if row.get(name)}
+            for row in csv.DictReader(read_text(file).splitlines())
+            if (row.get("epoch") or "").isdecimal()
+        ]
+    except (ValueError, csv.Error) as error:
+        raise ValueError(
+            f"{file} is damaged: it is not the table that train.py writes ({describe(error)})."
+        ) from error
