@@ -185,7 +185,7 @@ def write() -> None:
 TEXT = """# Experts over processes: bytes and memory
 
 `python -m benchmarks distributed` writes this page. The figures are counted, not timed.
-`tests/project/test_distributed.py` compares the formulas with the bytes of 2 and 4 processes.
+`tests/benchmarks/test_distributed.py` compares the formulas with the bytes of 2 and 4 processes.
 Nothing here was run on a GPU.
 
 ## Routed experts

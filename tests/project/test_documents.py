@@ -81,11 +81,11 @@ NOT_RUN = {
     "mypy": "a part of .ci/run",
     ".ci/run": "runs this file too",
     "python tests/timm_models.py": "timm's tests, a part of .ci/run",
-    "python -m benchmarks.programme": "takes a GPU: tests/project/test_programme.py",
-    "python -m studies": "trains for days: tests/project/test_studies_runs.py",
+    "python -m benchmarks.programme": "takes a GPU: tests/benchmarks/test_programme.py",
+    "python -m studies": "trains for days: tests/studies/test_runs.py",
     "python -m studies.script": "tests/studies/rivals/test_scripts.py",
     "python -m studies.evaluation": "tests/studies/rivals/test_mc_dropout.py",
-    "python examples/point_clouds.py": "trains for hours: tests/project/test_point_clouds.py",
+    "python examples/point_clouds.py": "trains for hours: tests/examples/test_point_clouds.py",
 }
 #: Commands without an argparse parser.
 NO_PARSER = ("python tests/timm_models.py", "python -m studies.script", "python -m venv")
