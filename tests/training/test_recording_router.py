@@ -319,6 +319,26 @@ def test_torchscript_is_refused_where_it_would_lose_the_losses():
     torch.testing.assert_close(traced(batch()[0]), model(batch()[0]))
 
 
+def test_losses_that_are_read_for_a_log_before_they_are_added_are_told_of_once(caplog):
+    images, targets = batch()
+    model = routed_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for is_right in (True, False, False):
+        caplog.clear()
+        loss = F.cross_entropy(model(images), targets)
+        if not is_right:
+            timm_moe.auxiliary_loss(model).item()  # The losses are given once.
+        (loss + timm_moe.auxiliary_loss(model)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_right:
+            assert not caplog.messages
+            told = []
+        told += caplog.messages
+    assert len(told) == 1
+    assert "no backward reached them" in told[0]
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_losses_of_an_earlier_training_forward_are_not_due_in_eval_mode(backward):
     images, targets = batch()

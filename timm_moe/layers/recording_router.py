@@ -272,6 +272,7 @@ class RecordingRouter(Router):
         """
         self._begin(Begun.NOTHING)
         self.totals.lost = 0
+        self.totals.untrained.clear()
 
     def end_other_step(self) -> None:
         """Drop, with a warning, records that nobody seems to add.

@@ -57,10 +57,13 @@ class RouterTotals:
         is_complete: whether an epoch has ended, so that the next record begins new sums.
         lost: forwards since the last optimizer step whose losses were dropped, as another forward
             began.
+        untrained: sums of losses that were taken since the last optimizer step, and that no
+            backward has reached; each is an object of its own.
     """
 
     def __init__(self) -> None:
         self.lost = 0
+        self.untrained: set[object] = set()
         self._begin()
 
     def _begin(self) -> None:

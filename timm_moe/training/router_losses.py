@@ -68,7 +68,23 @@ def take_losses(layers: list[Any]) -> Tensor | None:
     if not losses:
         return torch.zeros((), device=taken[0][1].load_GE.device)
     # Blocks may be on several GPUs, so the sum is on the device of the last one.
-    return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
+    total = torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
+    if total.requires_grad and not torch.compiler.is_compiling():
+        _follow(total, {layer.router.totals for layer, _ in taken})
+    return total
+
+
+def _follow(total: Tensor, of_routers: set[RouterTotals]) -> None:
+    """Let the routers know when backward reaches a sum of their losses."""
+    sum_of_losses = object()
+    for totals in of_routers:
+        totals.untrained.add(sum_of_losses)
+
+    def is_trained(gradient: Tensor) -> None:
+        for totals in of_routers:
+            totals.untrained.discard(sum_of_losses)
+
+    total.register_hook(is_trained)
 
 
 def add_losses(layers: list[Any], loss: Tensor, scale: float = 1.0) -> Tensor:
@@ -116,6 +132,7 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
     routers = [layer.router for layer in routed(trained)]
     forgotten = [router for router in routers if router.has_pending_losses()]
     lost = sum(router.totals.lost for router in routers)
+    is_untrained = any(router.totals.untrained for router in routers)
     for router in forgotten or routers:
         router.end_step()
     if forgotten:
@@ -130,6 +147,12 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
             "The routers' losses of some forwards were not added to the training loss: "
             "timm_moe.auxiliary_loss(model) holds the losses of the last forward, so call it after "
             "each one that is trained on."
+        )
+    if is_untrained and is_first_time(optimizer, "untrained losses"):
+        _logger.warning(
+            "The routers' losses of some forwards were taken, but no backward reached them: "
+            "timm_moe.auxiliary_loss(model) gives them once, so call it once after each forward, "
+            "add that tensor to the loss, and log the same tensor."
         )
 
 
