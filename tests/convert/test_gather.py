@@ -231,3 +231,16 @@ def test_only_the_mean_of_ewas_experts_is_what_was_trained(tmp_path):
     assert not timm_moe.export_dense(
         timm.create_model("vit_tiny_moe", **SMALL_VIT), tmp_path / "moe"
     ).exact
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "is_told"),
+    [
+        ("vit_tiny_moe", "average", True),
+        ("vit_tiny_moe", "svd", False),
+        ("vit_tiny_ewa_moe", "average", False),
+    ],
+)
+def test_the_mean_of_routed_experts_is_told_to_be_another_function(name, method, is_told, caplog):
+    timm_moe.to_dense(timm.create_model(name, **SMALL_VIT), method)
+    assert any("another function" in message for message in caplog.messages) == is_told

@@ -41,7 +41,8 @@ def select_blocks(moe_layers: str | int | Iterable[int], depth: int) -> list[int
     outside = [block for block in blocks if not 0 <= block < depth]
     if outside:
         raise ValueError(
-            f"moe_layers names block {outside[0]}, but the model has blocks 0 to {depth - 1}."
+            f"moe_layers names block {outside[0]}, but the model has blocks 0 to {depth - 1} with "
+            "an Mlp; one with several counts as often."
         )
     return sorted(blocks)
 
@@ -112,9 +113,10 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def expert_biases(model: nn.Module) -> set[str]:
-    """Return the names in the model of the experts' biases, (E, size).
+    """Return the names in the model of the experts' biases and norm scales, (E, size).
 
-    timm would take them for matrices and decay them.
+    By their two dimensions they look like matrices. timm would decay the scales, and with
+    ``layer_decay`` the biases too.
     """
     return {name for name, stacked in expert_parameters(model).items() if stacked.ndim == 2}
 

@@ -43,7 +43,9 @@ def convert_to_moe(
             model with layers of ``nn.TransformerEncoderLayer``, or any other model if ``modules``
             names its networks.
         num_experts: E, the number of experts in each layer.
-        moe_layers: the blocks, counted from 0 over the whole model. ``"every-n"``: blocks n-1,
+        moe_layers: the blocks, counted from 0 over the whole model by their feed-forward networks:
+            a block with two of them counts twice (TNT, DaViT, MaxViT, parallel ViTs), so that
+            ``"every-2"`` takes its second one. ``"every-n"``: blocks n-1,
             2n-1, ...; ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n
             blocks; or block numbers, as ``"1,3,5"`` or as integers. By default ``"every-2"``, or
             all networks that ``modules`` names. A block whose network cannot become experts counts
