@@ -183,3 +183,28 @@ def test_the_rest_is_refused_with_the_remedy(bad, tmp_path):
         ValueError, match=r"runs code when it is read \(.*\), which is refused: write its weights"
     ):
         read_checkpoint(tmp_path / "a.pth")
+
+
+def test_a_file_of_ema_weights_alone(tmp_path):
+    file = tmp_path / "a.pth"
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    args = argparse.Namespace(model="vit_tiny_ewa_moe", num_classes=5, model_kwargs=OPTIONS)
+    for name in ("state_dict_ema", "model_ema"):
+        torch.save({name: model.state_dict(), "args": args}, file)
+        loaded = load_source(file, use_ema=True)
+        assert torch.equal(loaded.cls_token, model.cls_token)
+    with pytest.raises(ValueError, match="tensors are under model_ema"):
+        load_source(file)
+    torch.save({"state_dict_ema": model.state_dict(), "args": args}, file)
+    with pytest.raises(ValueError, match="EMA weights alone: --use-ema"):
+        load_source(file)
+
+
+def test_weights_that_fit_are_not_replaced_by_those_of_a_wrapper(tmp_path):
+    file = tmp_path / "a.pth"
+    weights = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT).state_dict()
+    for prefix, told in (("model.", "Unexpected key"), ("module.", "holds weights twice")):
+        others = {f"{prefix}{name}": tensor + 1 for name, tensor in weights.items()}
+        torch.save({**weights, **others}, file)
+        with pytest.raises(ValueError, match=told):
+            load_source(file, SPEC)

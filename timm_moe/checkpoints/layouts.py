@@ -10,7 +10,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor
 
-from ..model_config import shown_name
+from ..model_config import shown, shown_name
 
 _logger = logging.getLogger(__name__)
 
@@ -31,11 +31,25 @@ def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict
             than the file has for it.
     """
     weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
-    if use_ema and "state_dict_ema" in checkpoint:
+    if use_ema and holds_ema(checkpoint):
         weights = checkpoint["state_dict_ema"]
     elif use_ema:
         weights = _ema_of_other_trainers(checkpoint, weights, path)
-    return clean_state_dict(require_tensors(weights, path))
+    elif weights is checkpoint and holds_ema(checkpoint):
+        raise ValueError(f"{path} holds EMA weights alone: --use-ema (use_ema=True) takes them.")
+    weights = require_tensors(weights, path)
+    named = clean_state_dict(weights)
+    if len(named) < len(weights):
+        raise ValueError(
+            f"{path} holds weights twice, with and without the prefix of a wrapper (module, "
+            "_orig_mod): write the weights of one model alone."
+        )
+    return named
+
+
+def holds_ema(checkpoint: Mapping[str, Any]) -> bool:
+    """Tell if a checkpoint has the EMA weights of train.py."""
+    return checkpoint.get("state_dict_ema") is not None
 
 
 def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
@@ -43,14 +57,26 @@ def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
 
     The file must hold all elements of each tensor.
     """
-    if not isinstance(weights, dict) or not all(
-        isinstance(name, str)
-        and isinstance(value, Tensor)
-        and value.layout is torch.strided
-        and not value.is_meta
-        for name, value in weights.items()
-    ):
-        raise ValueError(f"{path} has no state dict of tensors.")
+    entries = weights if isinstance(weights, dict) else {"state_dict": weights}
+    others = [
+        name
+        for name, value in entries.items()
+        if not (
+            isinstance(name, str)
+            and isinstance(value, Tensor)
+            and value.layout is torch.strided
+            and not value.is_meta
+        )
+    ]
+    if others:
+        kind = type(entries[others[0]]).__name__
+        holders = [name for name, tree in _dicts_in(entries) if _holds_tensors(tree)]
+        told = f"tensors are under {', '.join(map(shown_name, holders[:3]))}; " if holders else ""
+        raise ValueError(
+            f"{path} has no state dict of tensors where it is looked for, as {shown(others[0])} is "
+            f"of type {kind}: {told}write the weights to a file of their own, by "
+            "torch.save(model.state_dict(), file)."
+        )
     for name, tensor in weights.items():
         if tensor.nbytes > tensor.untyped_storage().nbytes():  # by a stride of 0
             raise ValueError(f"{path} states more elements of {name} than it holds.")
@@ -89,6 +115,8 @@ def without_wrapper(
         ValueError: if there are the weights of several models.
     """
     own = {name.partition(".")[0] for name in own_names}
+    if own <= {name.partition(".")[0] for name in weights}:
+        return weights
     found = {}
     for prefix in (f"{wrapper}." for wrapper in _WRAPPERS if wrapper not in own):
         part = {
@@ -132,9 +160,10 @@ def _ema_of_other_trainers(checkpoint: Mapping[str, Any], plain: Any, path: Path
         for name, tree in _dicts_in(checkpoint)
         if _EMA.search(name) and _holds_tensors(tree)
     }
-    names = [name for name in plain if isinstance(name, str)] if isinstance(plain, dict) else []
     # EMA weights may also be a part of the state dict of the module that was trained.
-    for part in filter(_EMA.search, {name.partition(".")[0] for name in names}):
+    is_state_dict = isinstance(plain, dict) and _holds_tensors(plain)
+    names = [name for name in plain if isinstance(name, str)] if is_state_dict else []
+    for part in filter(_EMA.search, {name.partition(".")[0] for name in names if "." in name}):
         found[part] = {
             name.removeprefix(f"{part}."): plain[name]
             for name in names

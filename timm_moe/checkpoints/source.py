@@ -17,8 +17,9 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ..console import describe, shortened
-from ..convert.blocks import copy_sharing_tensors, unwrapped
+from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
 from ..convert.dense import require_weights
+from ..convert.registry import moe_options
 from ..model_config import (
     check_preprocessing,
     get_pretrained_cfg,
@@ -30,7 +31,8 @@ from ..model_config import (
 )
 from ..models.registered import check_registered, weightless
 from ..quick_init import quick_init
-from .layouts import require_kinds, weights_in, without_wrapper
+from .differences import explain
+from .layouts import holds_ema, require_kinds, weights_in, without_wrapper
 from .reading import read_checkpoint, require_intact
 from .stated import (
     SOURCE_PREFIXES,
@@ -209,7 +211,7 @@ def _warn_of_one_kind(name: str) -> None:
 def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     checkpoint = read_checkpoint(path)
     weights = weights_in(checkpoint, path, use_ema)
-    if not use_ema and "state_dict_ema" in checkpoint:
+    if not use_ema and holds_ema(checkpoint):
         _logger.info(
             "%s holds EMA weights too, of which train.py's accuracies are: --use-ema "
             "(use_ema=True) takes them.",
@@ -223,6 +225,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     blueprint, weights, missing = _first_fitting(name, candidates, weights, path)
     # A dense checkpoint has no routers: they stay as drawn, with a warning.
     model = _loaded(blueprint, weights, path, is_whole=not missing)
+    _tell_of_guesses(model, spec, train_args, weights, path)
     _state_images(model, name, train_args, spec, path)
     _drop_class_names(model)
     model.origin = Origin(  # type: ignore[assignment]
@@ -235,6 +238,36 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     return model
 
 
+def _tell_of_guesses(
+    model: nn.Module,
+    spec: ModelSpec,
+    train_args: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    path: Path,
+) -> None:
+    """Log what the weights do not show of their model: its name, its routers, its experts."""
+    stated = train_args.get("model")
+    if spec.name and isinstance(stated, str) and not stated.startswith(SOURCE_PREFIXES):
+        named = get_pretrained_cfg(model).get("architecture")
+        if stated.partition(".")[0] != named:
+            _logger.warning("%s says that its model is %s; %s is taken.", path, stated, spec.name)
+
+    own = dict(model.named_parameters())
+    is_dense = any(own[name].ndim > weights[name].ndim for name in own.keys() & weights)
+    routed = [layer.router for layer in moe_layers(model).values() if not layer.deploys_dense]
+    of_routers = set(moe_options()) - {"num_experts", "moe_layers"}
+    knows_options = train_args or of_routers & spec.kwargs.keys()
+    if routed and not is_dense and not knows_options:
+        router = routed[0]
+        _logger.warning(
+            f"{path} does not say how its routers choose, which its weights do not show: the "
+            f"defaults of {spec.name} are taken, {type(router).__name__}({router.extra_repr()}); "
+            "--model-kwargs states others."
+        )
+    if is_dense and not routed:
+        _logger.info("%s holds a dense model, so that all experts are copies.", path)
+
+
 def _state_images(
     model: nn.Module, name: str, train_args: dict[str, Any], spec: ModelSpec, path: Path
 ) -> None:
@@ -243,7 +276,7 @@ def _state_images(
     is_guess = not train_args and not name.startswith(SOURCE_PREFIXES) and "." not in name
     origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
     try:
-        stated = state_preprocessing(model, train_args)
+        stated = state_preprocessing(model, _without_size(train_args, spec))
     except ValueError as error:
         raise ValueError(f"The arguments of train.py in {path} do not fit: {error}") from error
     except Exception as error:
@@ -251,6 +284,12 @@ def _state_images(
     origins |= dict.fromkeys(stated, "train.py's arguments")
     _prepare(model, spec, origins, str(path), name)
     _keep_args_of_images(model, train_args, path)
+
+
+def _without_size(train_args: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return train.py's arguments without the size of its images, if the user states one."""
+    sizes = ("img_size", "input_size") if "img_size" in spec.preprocessing else ()
+    return {name: value for name, value in train_args.items() if name not in sizes}
 
 
 def _drop_class_names(model: nn.Module) -> None:
@@ -297,14 +336,16 @@ def _first_fitting(
     for described, blueprint in candidates.items():
         try:
             return blueprint, *_fitted(name, blueprint, weights, path)
-        except (ValueError, RuntimeError) as error:
-            problems[described] = first_problem(error)
+        except ValueError as error:
+            problems[described] = str(error)
             last = error
 
     if len(set(problems.values())) == 1:
         told = next(iter(problems.values()))
     else:
-        told = "; ".join(f"{described}: {problem}" for described, problem in problems.items())
+        told = "; ".join(
+            f"{described}: {shortened(problem, 200)}" for described, problem in problems.items()
+        )
     raise ValueError(f"The weights in {path} do not fit {name}: {told}") from last
 
 
@@ -465,10 +506,8 @@ def _fitted(
         the state dict.
 
     Raises:
-        RuntimeError: of load_state_dict, if the weights have other names or shapes than the
-            model's.
-        ValueError: if the model cannot be created, or the weights are of another kind or of some
-            layers only.
+        ValueError: if the model cannot be created, or the weights have other names or shapes than
+            the model's, are of another kind, or of some layers only.
     """
     try:
         with weightless():
@@ -478,11 +517,21 @@ def _fitted(
 
     expected = sketch.state_dict()
     taken = without_wrapper(weights, expected, path)
-    sketch.load_state_dict({key: tensor.to("meta") for key, tensor in taken.items()})
+    try:
+        sketch.load_state_dict({key: tensor.to("meta") for key, tensor in taken.items()})
+    except (RuntimeError, ValueError) as error:
+        reasons = "; ".join(explain(taken, expected, _classifiers(sketch)))
+        raise ValueError(f"{reasons}. {first_problem(error)}".removeprefix(". ")) from error
     require_kinds(taken, expected, path)
     if is_strict:
         _require_shapes(taken, expected)
     return taken, expected.keys() - taken.keys()
+
+
+def _classifiers(model: nn.Module) -> list[str]:
+    """List the names of a model's classifiers, of which distilled models have two."""
+    named = get_pretrained_cfg(model).get("classifier") or ()
+    return [named] if isinstance(named, str) else list(named)
 
 
 def _require_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -119,17 +119,17 @@ def _is_labels(value: Any) -> bool:
 
 
 def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return train.py's arguments in a checkpoint; empty if there are none.
+    """Return train.py's arguments in a checkpoint, a namespace or a dict; empty if there are none.
 
     What is nested deeper than train.py's own arguments becomes a string: a pickle may hold one list
     in another many times over, and its text would have no end.
     """
     args = checkpoint.get("args")
-    return (
-        {name: _flattened(value) for name, value in vars(args).items()}
-        if isinstance(args, Namespace)
-        else {}
-    )
+    if isinstance(args, Namespace):
+        args = vars(args)
+    if not isinstance(args, dict) or "model" not in args:  # another trainer's
+        return {}
+    return {name: _flattened(value) for name, value in args.items()}
 
 
 def args_of_import(path: Path) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
             raise ValueError(
                 f"{origin} states the argument {shown_name(name)} for {architecture}, which is "
                 "none of its architecture: if another model was named than the file's, leave "
-                "--model out; if you know the argument and want it, state it with --model-kwargs."
+                f"--model out; else --model-kwargs {shown_name(name)}=None leaves it out."
             )
         if not _is_plain(value):
             raise ValueError(

@@ -172,8 +172,8 @@ def split_options(
         if (none_if_written(value) if default is None else value) != default:
             raise ValueError(
                 f"{name} is an option of router={owner.name!r}, which router={spec.name!r} does "
-                "not have. Models such as vmoe_b16 set options of their own router: for another, "
-                "take an *_ewa_moe model."
+                f"not have: state router={owner.name!r} too. Models such as vmoe_b16 set options "
+                "of their own router; an *_ewa_moe model takes any."
             )
     own = {name: given.get(name, default) for name, default in spec.options.items()}
     return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}

@@ -1,0 +1,89 @@
+"""A checkpoint that does not fit: the message names the option that differs."""
+
+import pytest
+import timm
+import torch
+from common import OPTIONS, SMALL_VIT, make_model, save_as_train_py
+
+from timm_moe.checkpoints.source import ModelSpec, load_source
+
+EWA = "vit_tiny_ewa_moe"
+
+
+def problem(file, model, **stated):
+    """Return what is said of a model's checkpoint that states another model."""
+    save_as_train_py(file, model, EWA, **stated)
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        load_source(file)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (dict(depth=5), "the file has 5 of blocks (depth=5), the model 4"),
+        (dict(depth=3), "the file has 3 of blocks (depth=3), the model 4"),
+        (dict(img_size=48), "the file has img_size=48, the model 32"),
+        (dict(patch_size=4), "the file has patch_size=4, the model 8"),
+        (dict(embed_dim=96), "the file has embed_dim=96, the model 32"),
+        (dict(in_chans=1), "the file has in_chans=1, the model 3"),
+        (dict(num_classes=7), "the file has num_classes=7, the model 5"),
+        (dict(moe_layers="2,3"), "the file has experts in moe_layers=2,3, the model in 1,3"),
+        (dict(moe_layers="3"), "the file has experts in moe_layers=3, the model in 1,3"),
+        (dict(num_experts=2), "has 2 experts"),
+    ],
+    ids=str,
+)
+def test_the_option_that_differs_is_named_with_both_values(options, told, tmp_path):
+    model = timm.create_model(EWA, **{**SMALL_VIT, **options})
+    assert told in problem(tmp_path / "a.pth", model)
+
+
+def test_experts_in_a_file_of_a_dense_model(tmp_path):
+    file = tmp_path / "a.pth"
+    torch.save(make_model(EWA).state_dict(), file)
+    with pytest.raises(ValueError, match="the file has experts in blocks 1,3, the model none"):
+        load_source(file, ModelSpec("vit_tiny_patch16_224", 5, OPTIONS))
+
+
+def test_stages_of_another_length(tmp_path):
+    options = dict(img_size=64, window_size=2, embed_dim=24, num_heads=(1, 1, 2, 2), num_classes=5)
+    name = "swin_tiny_patch4_window7_224"
+    file = tmp_path / "a.pth"
+    torch.save(timm.create_model(name, **options, depths=(1, 1, 2, 1)).state_dict(), file)
+    with pytest.raises(ValueError, match=r"the file has 2 of layers\.2\.blocks, the model 1"):
+        load_source(file, ModelSpec(name, kwargs={**options, "depths": (1, 1, 1, 1)}))
+
+
+def test_the_users_size_of_images_comes_before_the_files(tmp_path):
+    file = tmp_path / "a.pth"
+    model = timm.create_model(EWA, **{**SMALL_VIT, "img_size": 48})
+    save_as_train_py(file, model, EWA, img_size=32)
+    spec = ModelSpec(kwargs=dict(img_size=48), preprocessing=dict(img_size=48))
+    assert load_source(file, spec).patch_embed.img_size == (48, 48)
+
+
+def test_what_weights_do_not_show_is_told(tmp_path, caplog):
+    caplog.set_level("INFO", "timm_moe")
+    file = tmp_path / "a.pth"
+    torch.save(make_model("vit_tiny_moe", top_k=2).state_dict(), file)
+    load_source(file, ModelSpec("vit_tiny_moe", 5, OPTIONS))
+    assert "does not say how its routers choose" in caplog.text
+    assert "top_k=1" in caplog.text
+    caplog.clear()
+    save_as_train_py(file, make_model("vit_tiny_moe"), "vit_tiny_moe")
+    load_source(file)
+    assert "how its routers choose" not in caplog.text
+    load_source(file, ModelSpec("vit_small_moe", 5, OPTIONS))
+    assert "says that its model is vit_tiny_moe; vit_small_moe is taken" in caplog.text
+    torch.save(make_model("vit_tiny_patch16_224").state_dict(), file)
+    load_source(file, ModelSpec(EWA, 5, OPTIONS))
+    assert "holds a dense model, so that all experts are copies" in caplog.text
+
+
+def test_arguments_of_train_py_may_be_a_dict(tmp_path):
+    file = tmp_path / "a.pth"
+    args = dict(model="vit_tiny_moe", num_classes=5, model_kwargs={**OPTIONS, "top_k": 2})
+    model = make_model("vit_tiny_moe", top_k=2)
+    torch.save({"state_dict": model.state_dict(), "args": args}, file)
+    assert load_source(file).blocks[1].mlp.router.top_k == 2
