@@ -54,7 +54,8 @@ class SparseGateRouter(RecordingRouter):
         gate_TK, expert_TK = all_gates_TE.topk(self.top_k, dim=1)
         if self.is_recording():
             is_chosen_TE = torch.zeros_like(all_gates_TE, dtype=torch.long).scatter(1, expert_TK, 1)
-            loss = (all_gates_TE.mean() - self.target).square()
+            mean = all_gates_TE.sum() / max(1, all_gates_TE.numel())  # A batch may be empty.
+            loss = (mean - self.target).square()
             self.record({"gate": loss}, is_chosen_TE.sum(0, keepdim=True))
         return routing_to(expert_TK, gate_TK, self.num_experts)
 

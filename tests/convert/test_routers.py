@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 import timm
 import torch
-from common import ROOT, SMALL_VIT
+from common import OPTIONS, ROOT, SMALL_VIT
 from families import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +90,15 @@ def test_a_registered_router_is_an_option_of_every_model(registered, images):
     )
     assert measured.gflops > 1.2 * once.gflops  # half of the networks are computed twice
     assert measured.activated > once.activated
+
+
+def test_the_card_names_the_module_of_the_router_and_no_paper(registered):
+    options = dict(router="modulo", choices=2, num_experts=4)
+    model = timm.create_model("vit_tiny_ewa_moe", **options, **SMALL_VIT)
+    told = {**OPTIONS, **options}
+    card = timm_moe.push_moe(model, "user/w", dry_run=True, model_args=told).card
+    assert f"the module `{Modulo.__module__}`, whose import registers its router" in card
+    assert "bibtex" not in card
 
 
 def test_operations_are_those_of_an_even_spread():

@@ -41,7 +41,7 @@ class ModelInfo:
     moe_layers: list[str]
     blocks: int  #: number of blocks that could hold an expert layer; in WideNet all share one
     num_experts: int  #: experts in each layer; this and the next two are the first layer's
-    top_k: int  #: experts that a token passes through in training
+    top_k: int  #: experts that a token passes through in training, or the most
     routing_unit: str
     members: int  #: members of the ensemble inside the model; each routes its own tokens
     total: int  #: parameters in training
@@ -52,6 +52,7 @@ class ModelInfo:
     #: (timm's GMACs are half); routed experts take every token K times
     gflops: float
     input_size: tuple[int, ...]  #: (channels, height, width) of that image
+    number_varies: bool = False  #: whether tokens pass through different numbers of experts
 
     def rows(self) -> dict[str, str]:
         """Write the sizes, by labels to show."""
@@ -86,9 +87,13 @@ class ModelInfo:
         if self.exported is not None:  # a token goes to one expert, no matter to which
             return text
         if self.members > 1:
-            return f"{text}; {self.members} members, a token of each takes {self.top_k}"
+            return f"{text}; {self.members} members, a token of each takes {self.experts_of_row()}"
         unit = "an image" if self.routing_unit == "image" else "a token"
-        return f"{text}, {unit} takes {self.top_k}"
+        return f"{text}, {unit} takes {self.experts_of_row()}"
+
+    def experts_of_row(self) -> str:
+        """Write the number of experts that a token passes through."""
+        return f"up to {self.top_k}" if self.number_varies else str(self.top_k)
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         exported=parameters(deployed) if deployed_as_mean else None,
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
+        number_varies=any(layer.router.number_varies for layer in layers),
     )
 
 

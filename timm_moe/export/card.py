@@ -34,6 +34,7 @@ class Facts:
     task: str | None
     license: str | None
     experts: Experts | None = None  # of a model that still has them
+    has_own_router: bool = False  # whether they are chosen by a router that is not of this package
 
 
 def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
@@ -45,7 +46,13 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
     if moe_layers(model):
         sizes["that a token passes through"] = activated_parameters(model)
     needed = "Plain timm loads it:"
-    if is_registered_here(architecture):
+    routers = _modules_of_own_routers(model)
+    if routers:
+        needed = (
+            "Loading it needs the package timm_moe beside timm, and the module "
+            f"`{', '.join(routers)}`, whose import registers its router:"
+        )
+    elif is_registered_here(architecture):
         needed = (
             "Loading it needs the package timm_moe beside timm. Once installed, timm finds it by "
             "itself."
@@ -62,7 +69,15 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         task="image-classification" if model.num_classes else "image-feature-extraction",
         license=cfg.get("license"),
         experts=Experts.of(model),
+        has_own_router=bool(routers),
     )
+
+
+def _modules_of_own_routers(model: nn.Module) -> list[str]:
+    """List the modules of a model's routers that are not of this package."""
+    modules = {type(layer.router).__module__ for layer in moe_layers(model).values()}
+    own_package = __name__.partition(".")[0]
+    return sorted(module for module in modules if module.partition(".")[0] != own_package)
 
 
 def foreign_facts(written: Written, made: Path, options: PushOptions) -> Facts:
@@ -252,7 +267,9 @@ def _citation(facts: Facts, experts: Experts | None, method: str | None) -> str:
     if experts is not None:
         averaged = ["EWA"] if experts.averaged else []
         gathered = ["OneS"] if method not in (None, "average") else []
-        papers = list(dict.fromkeys([*papers, *averaged, *gathered])) or ["V-MoE"]
+        papers = list(dict.fromkeys([*papers, *averaged, *gathered]))
+        if not papers and not facts.has_own_router:
+            papers = ["V-MoE"]
     entries = [PUBLICATIONS[name].bibtex() for name in papers]
     return "\n".join(["```bibtex", *entries, "```"]) if entries else ""
 

@@ -408,16 +408,26 @@ def assign(
     )
 
 
-def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routing:
+def routing_to(
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    num_experts: int,
+    is_chosen_TK: Tensor | None = None,
+) -> Routing:
     """Send every row to its chosen experts and drop nothing.
 
     Args:
         expert_TK: expert of each choice, an integer in [0, E); in each row all are different.
         weight_TK: factor of each expert's output, with its gradient.
         num_experts: E.
+        is_chosen_TK: which of the choices are made, where rows go to different numbers of experts,
+            at most K, as in top-p routing. By default all are. In eager mode on a CPU the others
+            cost nothing; elsewhere the experts' input has T K rows, whose number is known without
+            a wait for the device.
 
     Raises:
-        ValueError: if the two are not of one shape (T, K), or the experts are no integers.
+        ValueError: if the tensors are not of one shape (T, K), the experts are no integers, or
+            ``is_chosen_TK`` is not boolean.
     """
     if expert_TK.ndim != 2 or expert_TK.shape != weight_TK.shape or expert_TK.is_floating_point():
         raise ValueError(
@@ -425,8 +435,31 @@ def routing_to(expert_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Routin
             f"{expert_TK.dtype} {tuple(expert_TK.shape)} and {tuple(weight_TK.shape)}."
         )
     mode = current_mode()
-    return assign(
-        expert_TK[None], weight_TK[None], queue(expert_TK[None], num_experts, mode=mode), mode=mode
+    if is_chosen_TK is None:
+        queues = queue(expert_TK[None], num_experts, mode=mode)
+        return assign(expert_TK[None], weight_TK[None], queues, mode=mode)
+
+    if is_chosen_TK.shape != expert_TK.shape or is_chosen_TK.dtype != torch.bool:
+        raise ValueError(
+            f"is_chosen_TK must be boolean, of shape {tuple(expert_TK.shape)}, got "
+            f"{is_chosen_TK.dtype} {tuple(is_chosen_TK.shape)}."
+        )
+    # The other choices line up behind those of the last expert, in slots that no expert computes.
+    expert_TK = expert_TK.masked_fill(~is_chosen_TK, num_experts)
+    weight_TK = weight_TK.masked_fill(~is_chosen_TK, 0)
+    queues = queue(expert_TK[None], num_experts + 1, mode=mode)
+    routing = assign(expert_TK[None], weight_TK[None], queues, mode=mode)
+    offsets, slots = routing.offsets, routing.slots
+    assert offsets is not None
+    assert slots is not None
+    routing = routing._replace(offsets=offsets[:-1])
+    is_on_host = expert_TK.is_cpu and type(expert_TK) is Tensor  # with values, as no fake tensor
+    if mode is not Mode.EAGER or not is_on_host:
+        return routing
+    num_slots = min(int(is_chosen_TK.sum()) + 1, expert_TK.numel())
+    return routing._replace(
+        token_indices=routing.token_indices[:num_slots],
+        slots=slots.clamp(max=num_slots - 1),
     )
 
 

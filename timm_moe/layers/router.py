@@ -46,18 +46,21 @@ class Router(nn.Module):
             classes.
         needs_whole_images: whether the rows must be whole images, so that no padding can be left
             out.
+        number_varies: whether rows go to different numbers of experts, so that
+            :meth:`experts_of_row` is the most. Costs that are counted are then the most, too.
     """
 
     routing_unit = "token"
     depends_on_input = True
     needs_whole_images = False
+    number_varies = False
 
     def __init__(self, num_experts: int):
         super().__init__()
         self.num_experts = num_experts
 
     def experts_of_row(self) -> int:
-        """Return the number of experts that a row goes to."""
+        """Return the number of experts that a row goes to, or the most if it varies."""
         return 1
 
     def copies(self) -> int:

@@ -20,6 +20,7 @@ from timm_moe.analysis.report.observe import SHOWN, SUREST
 from timm_moe.analysis.report.sections.routing import routing_section
 from timm_moe.analysis.report.sections.similarity import expert_similarity, similarity_section
 from timm_moe.analysis.routes.statistics import collect_routes
+from timm_moe.layers import routing_to
 from timm_moe.training.epoch_log import relative_distance_to_mean
 
 
@@ -167,6 +168,26 @@ def test_a_full_expert_does_not_hide_that_the_others_are_idle(splits):
     told = routing_section(seen).parts[0].text
     assert "blocks.1.mlp: 1, 2, 3" in told
     assert "of them found no place" in told
+
+
+def test_a_choice_that_a_row_does_not_make_is_no_dropped_one(splits):
+    model = make_model(top_k=2, capacity_factor=None)
+    for layer in timm_moe.moe_layers(model).values():
+        forward = layer.router.forward
+
+        def first_only(x, forward=forward, number=layer.num_experts):
+            routing = forward(x)
+            expert_TK = routing.experts()
+            is_chosen_TK = torch.zeros_like(expert_TK, dtype=torch.bool)
+            is_chosen_TK[:, 0] = True
+            return routing_to(expert_TK, routing.gates, number, is_chosen_TK)
+
+        layer.router.forward = first_only
+    seen = observed(model, splits)
+    for layer in seen.layers:
+        assert layer.dropped == 0
+        assert int(layer.routes.count_IME.sum()) == 20 * 17
+    assert "None of them was dropped" in routing_section(seen).parts[0].text
 
 
 def test_every_member_of_an_ensemble_has_its_patches(splits):

@@ -104,10 +104,14 @@ class LayerObservation:
         return torch.ones(len(call.kept_TK)) if weights is None else weights[:, 0]
 
     def _count_dropped(self, call: RouterCall) -> None:
-        kept_TK = call.kept_TK
-        if self.by_image:  # all rows of an image are one choice
-            kept_TK = kept_TK[:: len(kept_TK) // len(call.x)]
-        self.dropped += int((kept_TK == call.layer.num_experts).sum())
+        """Count the choices that capacities left out; what a row did not choose is none of them."""
+        # All rows of an image that is routed as a whole are one choice.
+        step = len(call.kept_TK) // len(call.x) if self.by_image else 1
+        chosen, kept = (
+            int((expert_TK[::step] < call.layer.num_experts).sum())
+            for expert_TK in (call.chosen_TK, call.kept_TK)
+        )
+        self.dropped += chosen - kept
 
     def add_pairs(self, following: "LayerObservation") -> None:
         """Count the last batch's rows by their experts here and in the next layer.
