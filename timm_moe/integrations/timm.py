@@ -5,7 +5,8 @@ changed                   what the change does
 ========================  =========================================================================
 ``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
 ``create_optimizer_v2``   excludes the experts' biases from weight decay, and experts from Muon
-``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch
+``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch;
+                          logs which experts are routed, and how
 ``Scheduler.step``        tells where a resumed run starts, and ends an epoch of routing statistics
 ``update_summary``        writes the experts' statistics to a file beside the epoch's line
 ``adaptive_clip_grad``    clips every expert as a network of its own
@@ -44,7 +45,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert.blocks import expert_biases, expert_parameters, unwrapped
+from ..convert.blocks import described, expert_biases, expert_parameters, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..model_config import records_arguments
@@ -55,6 +56,7 @@ from ..training.optimizers import (
     is_first_time,
     is_primary,
     layers_of_trained_experts,
+    trained_layers,
 )
 from ..training.step import before_step
 
@@ -129,6 +131,10 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(create_scheduler_v2).bind(*args, **kwargs).arguments
     optimizer = arguments["optimizer"]
     register(optimizer)
+    trained = trained_layers(optimizer, living(MoeMlp))
+    routed = [layer for layer in trained if not isinstance(layer, EwaMlp)]
+    if routed and is_primary():
+        _logger.info(f"Routing: {described(routed)}")
     _attach_averaging(optimizer, int(num_epochs), arguments.get("updates_per_epoch", 0))
     return lr_scheduler, num_epochs
 
