@@ -3,12 +3,15 @@
 import csv
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ....checkpoints.source import Origin
 from ....console import describe
+from ....export.history import measures_ema
 from ....files import read_text
 from ....training.epoch_log import read_epochs
 from .. import charts
@@ -32,18 +35,37 @@ Points = list[dict[str, Any]]
 Layers = list[tuple[int, str, dict[str, Any]]]
 
 
-def run_section(folder: Path | None, classes: int | None = None) -> Section | None:
-    """Show the training run in train.py's folder; None if nothing is known about it.
+@dataclass(frozen=True)
+class Run:
+    """The figures of a training run by epoch: of summary.csv, and of experts.json."""
 
-    The accuracy of the best five answers is left out if there are five classes or fewer, as it is
-    always 1.
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_run(folder: Path | None) -> Run:
+    """Read what a run left in train.py's folder, which may be nothing.
 
     Raises:
         ValueError: if a file is damaged.
     """
-    if folder is None:
-        return None
-    rows, epochs = _summary(folder), read_epochs(folder)
+    return Run() if folder is None else Run(_summary(folder), read_epochs(folder))
+
+
+def run_section(
+    run: Run, classes: int | None = None, origin: Origin | None = None
+) -> Section | None:
+    """Show a training run; None if nothing is known about it.
+
+    The accuracy of the best five answers is left out if there are five classes or fewer, as it is
+    always 1.
+
+    Args:
+        run: from :func:`read_run`.
+        classes: their number.
+        origin: of the weights that the report is about, which may be others than train.py measured.
+    """
+    rows, epochs = run.rows, run.epochs
     points = [
         {"epoch": row["epoch"], "value": row[column], key: series}
         for row in rows
@@ -55,12 +77,15 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     layers = [
         (entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()
     ]
+    trend, best = _trend(losses), _best(accuracies)
+    if origin is not None and measures_ema(origin.train_args):
+        best += _name_ema(losses, accuracies, origin.ema)
     parts = [
-        _part("Does the loss still fall?", losses, _trend(losses), "images", "loss"),
+        _part("Does the loss still fall?", losses, trend, "images", "loss"),
         _part(
             "How accurate was it in each epoch?",
             accuracies,
-            _best(accuracies),
+            best,
             "accuracy",
             "accuracy (%)",
         ),
@@ -72,6 +97,27 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     ]
     known = [part for part in parts if part is not None]
     return Section("run", "The training run", known) if known else None
+
+
+def _name_ema(losses: Points, accuracies: Points, is_of_ema: bool) -> str:
+    """Name the EMA weights at the curves that are theirs, and return a sentence on them.
+
+    Args:
+        losses: of training and evaluation.
+        accuracies: of evaluation.
+        is_of_ema: whether the report is about the EMA weights.
+    """
+    for point in losses:
+        if point["images"] == "evaluation":
+            point["images"] = "evaluation, EMA weights"
+    for point in accuracies:
+        point["accuracy"] += ", EMA weights"
+    if is_of_ema or not accuracies:
+        return ""
+    return (
+        " That is the accuracy of the EMA weights. The other figures on this page are of the "
+        "weights without EMA; --use-ema takes the EMA weights."
+    )
 
 
 def _summary(folder: Path) -> list[dict[str, Any]]:
