@@ -18,7 +18,7 @@ from ..page import Part, Section
 _BETTER = (
     "As timm-moe evaluate measures them. Lower is better for NLL, error, ECE, Brier score and FPR, "
     "higher for accuracy and AUROC. KL, cosine and disagreement say how far members differ, which "
-    "is neither good nor bad by itself."
+    "is neither good nor bad by itself; KL is the divergence of the earlier member from the later."
 )
 #: Difference of confidence and accuracy up to which a model is not called over- or under-confident.
 TOLERANCE = 0.01
