@@ -114,6 +114,23 @@ def parts_of(folder, origin=None):
     return {part.title: part for part in run_section(read_run(folder), origin=origin).parts}
 
 
+@pytest.mark.parametrize(
+    ("train_args", "title"),
+    [
+        ({}, "loss"),
+        ({"model": "vit_tiny"}, "cross-entropy"),
+        ({"bce_loss": True}, ["training: binary cross-entropy", "evaluation: cross-entropy"]),
+        ({"loss": "bce"}, ["training: binary cross-entropy", "evaluation: cross-entropy"]),
+        ({"model": "vit_tiny", "kd_model_name": "vit_small"}, "loss"),
+    ],
+)
+def test_the_axis_names_the_loss(tmp_path, train_args, title):
+    (tmp_path / "summary.csv").write_text("epoch,train_loss,eval_loss\n0,2.0,1.5\n")
+    origin = Origin("last.pth.tar", train_args=train_args)
+    chart = parts_of(tmp_path, origin)["Does the loss still fall?"].chart
+    assert chart["encoding"]["y"]["title"] == title
+
+
 @pytest.mark.parametrize("is_of_ema", [False, True])
 def test_curves_of_ema_weights_are_named(tmp_path, is_of_ema):
     (tmp_path / "summary.csv").write_text(

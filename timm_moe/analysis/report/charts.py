@@ -15,7 +15,7 @@ TICKS = 8
 Rows = Sequence[Mapping[str, Any]]
 
 
-def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.Chart:
+def lines(rows: Rows, series: str, y_title: str | list[str], percent: bool = False) -> alt.Chart:
     """Draw the ``value`` of each series over the epochs.
 
     Positive values of very different sizes have a logarithmic axis.

@@ -81,7 +81,7 @@ def run_section(
     if origin is not None and measures_ema(origin.train_args):
         best += _name_ema(losses, accuracies, origin.ema)
     parts = [
-        _part("Does the loss still fall?", losses, trend, "images", "loss"),
+        _part("Does the loss still fall?", losses, trend, "images", _loss_title(origin)),
         _part(
             "How accurate was it in each epoch?",
             accuracies,
@@ -97,6 +97,17 @@ def run_section(
     ]
     known = [part for part in parts if part is not None]
     return Section("run", "The training run", known) if known else None
+
+
+def _loss_title(origin: Origin | None) -> str | list[str]:
+    """Return the name of the losses that train.py was told to take, as lines of an axis's title."""
+    args = origin.train_args if origin is not None else {}
+    if args.get("bce_loss") or args.get("loss") == "bce":
+        return ["training: binary cross-entropy", "evaluation: cross-entropy"]
+    has_others = any(args.get(name) for name in ("jsd_loss", "kd_model_name"))
+    if not args or has_others or args.get("task") == "multilabel":
+        return "loss"
+    return "cross-entropy"
 
 
 def _name_ema(losses: Points, accuracies: Points, is_of_ema: bool) -> str:
@@ -150,7 +161,7 @@ def _part(
     points: Points,
     text: str,
     series: str,
-    y_title: str,
+    y_title: str | list[str],
     choice: str | None = None,
     percent: bool = False,
 ) -> Part | None:
@@ -161,7 +172,7 @@ def _part(
         points: what is drawn; a value may be None or not finite.
         text: sentences on the chart.
         series: field that gives one line per value.
-        y_title: title of the values.
+        y_title: title of the values, or its lines.
         choice: field to select by in a drop-down list.
         percent: whether the values are shares, shown in percent.
 
