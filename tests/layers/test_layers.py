@@ -390,7 +390,7 @@ def test_vmap_is_refused_with_the_way_out(name):
         return torch.func.functional_call(model, parameters, (image[None],)).sum()
 
     per_image = torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="different")
-    with pytest.raises(RuntimeError, match="Experts do not run under torch.func.vmap"):
+    with pytest.raises(RuntimeError, match=r"Experts do not run under torch\.func\.vmap"):
         per_image(parameters, torch.randn(2, 3, 32, 32))
 
 
