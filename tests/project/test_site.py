@@ -99,6 +99,14 @@ def test_no_link_is_dead_and_no_image_is_missing(folder, pages):
     assert sorted(dead) == []
 
 
+def test_no_source_of_the_pages_is_copied(folder):
+    """Programs and tables in docs/ write the pages, which show what there is to see."""
+    copied = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    written = {file.relative_to(ROOT / "docs").as_posix() for file in (ROOT / "docs").rglob("*")}
+    kinds = {Path(path).suffix for path in copied & written}
+    assert kinds <= {".css", ".js", ".ipynb", ".png", ".svg"}
+
+
 def test_no_link_runs_a_script(pages):
     schemes = {urlsplit(address).scheme for page in pages.values() for address in page.links}
     assert schemes <= {"", "http", "https"}
