@@ -204,6 +204,28 @@ def test_pages_open_as_files_without_error_or_request_and_what_is_seen_leads_eve
     assert set(pages) - within_two_clicks(seen.__getitem__) == set()
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_commands_and_the_picture_fit_a_phone_and_a_laptop(browser, folder, width):
+    size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        browser.get((folder / START).as_uri())
+        too_wide = """
+        const commands = [...document.querySelectorAll('.language-bash pre > code')];
+        const images = [...document.querySelectorAll('.md-typeset img')];
+        return [
+            commands.length,
+            commands.filter(code => code.scrollWidth > code.clientWidth + 1).length,
+            images.filter(image => image.getBoundingClientRect().right > innerWidth).length,
+        ];
+        """
+        commands, cut, images = browser.execute_script(too_wide)
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert commands > 5
+    assert (cut, images) == (0, 0)
+
+
 def test_the_search_finds_a_word_without_a_server(browser, folder):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
