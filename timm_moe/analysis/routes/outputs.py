@@ -120,7 +120,12 @@ def drawable(names: Sequence[str]) -> tuple[list[str], list[str]]:
     families: list[str] = []
     own = FontProperties()
     fonts: list[tuple[str, Any]] = [(own.get_name(), findfont(own))]
-    fonts += [(font.name, font.fname) for font in fontManager.ttflist if Path(font.fname).is_file()]
+    fonts += [
+        (font.name, font.fname)
+        for font in fontManager.ttflist
+        # matplotlib's last resort has a box for each letter.
+        if Path(font.fname).is_file() and not font.name.startswith("Last Resort")
+    ]
     for family, file in fonts:
         if families and not missing:
             break
