@@ -2,8 +2,9 @@
 
 import re
 
+from timm_moe.analysis.intervals import BETTER, WORSE
+
 from .outcome import Outcome
-from .statistics import BETTER, WORSE
 from .study import Finding
 
 NUMBER = re.compile(r"(?<![\d.])[+-]?\d+\.\d+")

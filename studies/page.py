@@ -10,6 +10,8 @@ from statistics import mean, median
 
 from scipy.stats import sem
 
+from timm_moe.analysis.intervals import BETTER, CONFIDENCE, WORSE
+
 from .catalogue import STUDIES
 from .chart import chart_name, curves, curves_name, differences, draw
 from .findings import problems
@@ -17,7 +19,7 @@ from .measure import Figure
 from .outcome import Outcome, costs_of_studies, hours, ratio
 from .results import read
 from .routed import routed_share
-from .statistics import BETTER, CONFIDENCE, WORSE, Difference
+from .statistics import Difference
 from .study import Arm, Size
 
 NOTHING = "No study has been run yet."

@@ -8,13 +8,16 @@ from typing import TypeVar
 
 from scipy.stats import ttest_1samp
 
-from timm_moe.analysis.intervals import CONFIDENCE, half_width
+from timm_moe.analysis.intervals import (
+    BETTER,
+    CONFIDENCE,
+    UNCLEAR,
+    WORSE,
+    half_width,
+    verdict,
+)
 
 Key = TypeVar("Key")
-
-BETTER, WORSE = "better", "worse"
-UNCLEAR = "no clear difference"
-TOO_FEW = "one seed or two, no verdict"
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,10 @@ class Difference:
             p: a p-value that is corrected for the number of comparisons; by default the interval
                 decides.
         """
-        # Figures are rounded, so two may differ by the same and leave no interval.
-        if self.seeds < 3:
-            return TOO_FEW
-        if self.low <= 0 <= self.high or (p is not None and p > 1 - CONFIDENCE):
+        by_interval = verdict(self.mean, self.low, self.high, self.seeds, sign)
+        if by_interval in (BETTER, WORSE) and p is not None and p > 1 - CONFIDENCE:
             return UNCLEAR
-        return BETTER if self.mean * sign > 0 else WORSE
+        return by_interval
 
 
 def by_seed(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:

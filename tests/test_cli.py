@@ -67,8 +67,16 @@ def test_info_of_a_dense_model_and_its_expert_form_side_by_side(capsys):
     assert cells["AdamW's moments"] == ["176 MB", "347 MB"]
     assert cells["train.py's checkpoint"] == ["265 MB", "520 MB"]
     assert cells["exported file"] == ["88 MB", "88 MB"]
-    assert cells["GFLOPs, evaluation"][0] == cells["GFLOPs, evaluation"][1]
+    assert cells["evaluation"] == 2 * ["9.198 GFLOPs per image (4.599 GMACs)"]
     assert max(map(len, out.splitlines())) < 120
+
+
+def test_the_cost_of_a_tiny_model_is_in_millions(capsys):
+    options = ["--model-kwargs", "img_size=32", "patch_size=8", "embed_dim=32", "depth=2"]
+    assert main(["info", "vit_tiny_ewa_moe", *options, "num_heads=2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"evaluation +1\.\d+ MFLOPs per image \(0\.\d+ MMACs\)", out)
+    assert "weights, training      361 kB" in out
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_tiny_ewa_moe", "vit_tiny_moe"])

@@ -7,8 +7,9 @@ regularization has something to gain; in the other studies a network has not lea
 images after 30 epochs.
 """
 
+from timm_moe.analysis.intervals import TOO_FEW
+
 from ..deploy import Export
-from ..statistics import TOO_FEW
 from ..study import Arm, Finding, Images, Study, Training, compare
 from .settings import SMALL_OPTIONS, small
 

@@ -11,6 +11,7 @@ from PIL import Image
 from scipy.stats import ttest_rel
 from train_script import needs_scripts, train
 
+from studies.statistics import paired
 from timm_moe.analysis import comparison
 from timm_moe.analysis.comparison import Measured, Run, compare, find_runs, table
 from timm_moe.analysis.data import image_folder
@@ -71,7 +72,19 @@ def test_what_cannot_be_paired_is_said():
     assert compare(runs)[0].differences == {}
     assert "ewa and dense share no seed, so they are not compared." in lines(runs)
     two = [measured(group, seed) for group in ("dense", "ewa") for seed in (0, 1)]
-    assert "ewa and dense have two pairs, whose interval is wide: train a third seed." in lines(two)
+    note = "ewa and dense have two pairs, from which there is no verdict: train a third seed."
+    assert note in lines(two)
+
+
+def test_two_pairs_are_judged_as_by_the_studies():
+    """Two equal differences leave no interval; a study gives no verdict either."""
+    dense = {"0": 0.5, "1": 0.6}
+    ewa = {"0": 0.7, "1": 0.8}
+    runs = [measured("dense", int(seed), value) for seed, value in dense.items()]
+    runs += [measured("ewa", int(seed), value) for seed, value in ewa.items()]
+    (told,) = [line for line in lines(runs) if line.startswith("  ewa - dense: +20.00")]
+    assert told.endswith(f"2 pairs), {paired(ewa, dense).verdict(1)}")
+    assert told.endswith("no verdict from fewer than three pairs")
 
 
 def test_options_that_differ_are_said():

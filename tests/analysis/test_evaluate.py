@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, make_model, save_as_train_py, write_images
+from common import (
+    OPTIONS,
+    ROOT,
+    SMALL_VIT,
+    SMALL_VIT_KWARGS,
+    make_model,
+    save_as_train_py,
+    write_images,
+)
 from PIL import Image
 from safetensors.torch import save_file
 from timm.layers import Mlp
@@ -21,7 +29,7 @@ from torch.nn import functional as F
 
 from timm_moe.analysis import evaluation
 from timm_moe.analysis.data import Inference, image_folder, in_eval_mode
-from timm_moe.analysis.evaluation import evaluate
+from timm_moe.analysis.evaluation import LABELS, evaluate
 from timm_moe.layers import MoeMlp
 from timm_moe.layers.routers import RandomPartition
 from timm_moe_cli import main
@@ -66,6 +74,13 @@ def probabilities_and_labels(model, folder, mean=0.5):
 
 def nll(p, labels):
     return -np.log(p[np.arange(len(labels)), labels]).mean()
+
+
+def test_the_page_shows_the_names_of_the_figures():
+    page = ROOT.joinpath("docs/evaluate.md").read_text(encoding="utf-8")
+    block = page.partition("$ timm-moe evaluate")[2].partition("```")[0]
+    shown = re.findall(r"^  (.+?)  +\S+$", block, re.MULTILINE)
+    assert shown == [label for label, _ in LABELS.values()]
 
 
 def test_one_classifier(splits, model, tmp_path):

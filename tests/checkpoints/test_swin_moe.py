@@ -406,7 +406,7 @@ def test_a_file_that_runs_code(tmp_path, capsys):
     prefix = write(tmp_path, *whole_model(4), 4)
     torch.save({"model": {}, "config": Code()}, f"{prefix}.pth.rank1")
     with pytest.raises(
-        ValueError, match=r"rank1 runs code when it is read \(builtins.print\), which is refused"
+        ValueError, match=r"rank1 runs code when it is read, .* names builtins\.print\."
     ):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     assert capsys.readouterr().out == ""

@@ -301,6 +301,17 @@ def test_bad_names(copy, prefix, output, error, message):
     assert not list(copy.parent.rglob("*a.*"))
 
 
+@pytest.mark.parametrize("inside", ["", "state"])
+@pytest.mark.parametrize("given", ["", "manifest.ocdbt"])
+def test_a_checkpoint_of_orbax_is_refused_by_name(tmp_path, inside, given):
+    folder = tmp_path / "ckpt_7" / inside
+    folder.mkdir(parents=True)
+    (folder / "manifest.ocdbt").write_bytes(b"ocdbt")
+    prefix = folder / given if given else tmp_path / "ckpt_7"
+    with pytest.raises(ValueError, match=r"is a checkpoint of orbax \(manifest.ocdbt\), which is"):
+        read_arrays(prefix)
+
+
 def test_a_missing_shard(copy):
     copy.with_name("vmoe_tiny.data-00001-of-00003").unlink()
     with pytest.raises(

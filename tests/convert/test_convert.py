@@ -1,6 +1,7 @@
 """Placement rules, conversion and the way back."""
 
 import copy
+import logging
 
 import pytest
 import timm
@@ -255,3 +256,13 @@ def test_to_dense_has_a_dropout_that_was_changed_since(dense_vit):
     assert {
         module.p for module in timm_moe.to_dense(model).modules() if isinstance(module, nn.Dropout)
     } == {0.3}
+
+
+def test_says_in_a_line_what_it_replaced(dense_vit, caplog):
+    caplog.set_level(logging.INFO)
+    timm_moe.convert_to_moe(dense_vit, router="top_k", shared_expert=True, moe_layers="3")
+    timm.create_model("vit_tiny_moe", **SMALL_VIT)
+    assert caplog.messages == [
+        "VisionTransformer has 4 experts and a shared one in blocks.3.mlp, by "
+        "TopKRouter(num_experts=4, top_k=1)."
+    ]

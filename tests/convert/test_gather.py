@@ -1,5 +1,7 @@
 """Many networks into one: OneS's methods against the golden file, and what must hold exactly."""
 
+import logging
+
 import pytest
 import timm
 import torch
@@ -224,13 +226,19 @@ def test_top_k_needs_hidden_units():
         top_units({"fc1.weight": torch.zeros(2, 5, 3), "fc2.weight": torch.zeros(2, 3, 4)})
 
 
-def test_only_the_mean_of_ewas_experts_is_what_was_trained(tmp_path):
+def test_only_the_mean_of_ewas_experts_is_what_was_trained(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    exact = "The mean of these experts, method='average', is exact."
     ewa = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
     assert timm_moe.export_dense(ewa, tmp_path / "average").exact
+    assert exact not in caplog.text
     assert not timm_moe.export_dense(ewa, tmp_path / "svd", "svd", svd_ratio=0.5).exact
+    assert exact in caplog.text
+    caplog.clear()
     assert not timm_moe.export_dense(
         timm.create_model("vit_tiny_moe", **SMALL_VIT), tmp_path / "moe"
     ).exact
+    assert exact not in caplog.text
 
 
 @pytest.mark.parametrize(

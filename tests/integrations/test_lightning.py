@@ -20,6 +20,7 @@ import torch
 from common import EXAMPLES, ROOT, SMALL_VIT
 from documents import before_spread_classifier, blocks_of
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -459,6 +460,34 @@ def test_an_optimizer_keeps_its_own_averaging():
     assert ExpertWeightAveraging.of(fit.optimizers[0]) is module.averaging
     assert module.averaging.updates == 12
     assert fit.callback_metrics["ewa/share_rate"] == pytest.approx(0.3)
+
+
+class Backbone(Classifier):
+    """With the backbone apart from the head, as ``BackboneFinetuning`` wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.reset_classifier(0)
+        self.backbone, self.head = self.model, nn.Linear(self.model.num_features, 5)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self.head(self.backbone(images)), labels)
+
+    def configure_optimizers(self):
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2)
+
+
+def test_a_backbone_that_thaws_is_averaged_from_then_on(caplog, tmp_path):
+    module = Backbone()
+    thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    logs = CSVLogger(tmp_path)
+    trainer(thaw, logger=logs, log_every_n_steps=1).fit(module, loader())
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    rows = csv.DictReader(Path(logs.log_dir, "metrics.csv").read_text().splitlines())
+    rates = [float(row["ewa/share_rate"]) for row in rows if row.get("ewa/share_rate")]
+    assert rates == pytest.approx([0, 0.3])
 
 
 def test_fast_dev_run():

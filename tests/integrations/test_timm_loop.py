@@ -206,6 +206,20 @@ def test_options_of_the_model_reach_the_averaging(tmp_path):
     ]
 
 
+def test_a_routed_model_says_once_what_it_routes(caplog):
+    caplog.set_level(logging.INFO)
+    sizes = dict(SMALL_VIT, num_experts=3, top_k=2)
+    model = timm.create_model("vit_tiny_moe", **sizes)
+    teacher = timm.create_model("vit_tiny_moe", **sizes)
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
+    timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=2)
+    assert teacher is not model
+    assert caplog.messages == [
+        "Routing: 3 experts in each of 2 layers, blocks.1.mlp to blocks.3.mlp, by "
+        "TopKRouter(num_experts=3, top_k=2, capacity_factor=1.05)."
+    ]
+
+
 def test_share_rate_0_means_no_averaging(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         training = Training(tmp_path, share_rate=0)

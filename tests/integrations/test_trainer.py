@@ -476,3 +476,23 @@ def test_the_schedule_ends_with_a_run_that_accumulates_gradients(tmp_path):
     rates = [logs["ewa/share_rate"] for logs in run.state.log_history if "loss" in logs]
     assert rates == pytest.approx([FULL * update / 4 for update in (1, 2, 3, 4)])
     assert spread(model) < 1e-6
+
+
+class Thaw(transformers.TrainerCallback):
+    """The encoder, frozen first, comes to the optimizer after two steps of four."""
+
+    def on_step_end(self, args, state, control, model, optimizer, **kwargs):
+        if state.global_step == 2:
+            model.vit.requires_grad_(True)
+            # Another group would need a learning rate of its own of the scheduler.
+            optimizer.param_groups[0]["params"] += model.vit.parameters()
+
+
+def test_an_encoder_that_thaws_is_averaged_from_then_on(tmp_path, caplog):
+    model = native("ViT", share_rate=FULL, share_schedule="constant")
+    model.vit.requires_grad_(False)
+    before = spread(model)
+    options = dict(lr_scheduler_type="constant", max_grad_norm=0)
+    trainer(model, tmp_path, [ExpertCallback(), Thaw()], **options).train()
+    assert spread(model) < 1e-6 < before
+    assert "nothing averages" not in caplog.text

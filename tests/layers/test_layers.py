@@ -381,6 +381,19 @@ def test_threads_and_plain_tensors_as_weights():
     assert torch.equal(y, layer(x))
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_ewa_moe", "vit_tiny_moe"])
+def test_vmap_is_refused_with_the_way_out(name):
+    model = timm.create_model(name, **SMALL_VIT).train()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, image):
+        return torch.func.functional_call(model, parameters, (image[None],)).sum()
+
+    per_image = torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="different")
+    with pytest.raises(RuntimeError, match=r"Experts do not run under torch\.func\.vmap"):
+        per_image(parameters, torch.randn(2, 3, 32, 32))
+
+
 def test_an_unknown_init():
     with pytest.raises(
         ValueError, match="expert_init must be one of same, independent, drop, got 'zeros'"

@@ -99,6 +99,14 @@ def test_no_link_is_dead_and_no_image_is_missing(folder, pages):
     assert sorted(dead) == []
 
 
+def test_no_source_of_the_pages_is_copied(folder):
+    """Programs and tables in docs/ write the pages, which show what there is to see."""
+    copied = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    written = {file.relative_to(ROOT / "docs").as_posix() for file in (ROOT / "docs").rglob("*")}
+    kinds = {Path(path).suffix for path in copied & written}
+    assert kinds <= {".css", ".js", ".ipynb", ".png", ".svg"}
+
+
 def test_no_link_runs_a_script(pages):
     schemes = {urlsplit(address).scheme for page in pages.values() for address in page.links}
     assert schemes <= {"", "http", "https"}
@@ -194,6 +202,28 @@ def test_pages_open_as_files_without_error_or_request_and_what_is_seen_leads_eve
         here = {unquote(urlsplit(url).path) for url in browser.execute_script(VISIBLE)}
         seen[path] = {other for other in pages if str(folder / other) in here}
     assert set(pages) - within_two_clicks(seen.__getitem__) == set()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_commands_and_the_picture_fit_a_phone_and_a_laptop(browser, folder, width):
+    size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        browser.get((folder / START).as_uri())
+        too_wide = """
+        const commands = [...document.querySelectorAll('.language-bash pre > code')];
+        const images = [...document.querySelectorAll('.md-typeset img')];
+        return [
+            commands.length,
+            commands.filter(code => code.scrollWidth > code.clientWidth + 1).length,
+            images.filter(image => image.getBoundingClientRect().right > innerWidth).length,
+        ];
+        """
+        commands, cut, images = browser.execute_script(too_wide)
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert commands > 5
+    assert (cut, images) == (0, 0)
 
 
 def test_the_search_finds_a_word_without_a_server(browser, folder):

@@ -24,9 +24,9 @@ from studies.findings import NUMBER, problems
 from studies.measure import Evaluation
 from studies.outcome import Outcome
 from studies.results import read
-from studies.statistics import BETTER, TOO_FEW, UNCLEAR, WORSE
 from studies.study import Arm, Compared, Finding, compare
 from timm_moe.analysis.info import byte_text, model_info
+from timm_moe.analysis.intervals import BETTER, TOO_FEW, UNCLEAR, WORSE
 
 RESULTS = ROOT / "studies" / "results"
 HALF = "dense, initial weights / 2 in the converted networks"
@@ -411,7 +411,7 @@ CASES = [
         UNCLEAR,
         "dense",
         "",
-        ["once / dense, top-1 %: one seed or two, no verdict, not no clear difference"],
+        ["once / dense, top-1 %: no verdict from fewer than three pairs, not no clear difference"],
     ),
     ("", "ewa", BETTER, "dense", "", ["ewa / dense, top-1 %: not measured, not better"]),
 ]

@@ -18,8 +18,9 @@ from studies.measure import TOP1, Evaluation
 from studies.outcome import Outcome, costs_of_studies, ratio
 from studies.routed import routed_share
 from studies.runs import Place, Run
-from studies.statistics import BETTER, TOO_FEW, UNCLEAR, half_width, holm, paired
+from studies.statistics import holm, paired
 from studies.study import Arm, Finding, Training, Use, compare
+from timm_moe.analysis.intervals import BETTER, TOO_FEW, UNCLEAR, half_width
 
 RESULTS = ROOT / "studies" / "results"
 

@@ -67,6 +67,77 @@ def test_experts_that_come_later_are_averaged_from_then_on(ewa_vit, caplog, by_t
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def begin(way, model, optimizer):
+    """Start the averaging of a run of four updates; its class, a loop of one's own, timm's."""
+    if way == "class":
+        ExpertWeightAveraging(model, optimizer, total_updates=4)
+    elif way == "function":
+        timm_moe.training.start_averaging(model, optimizer, 4)
+    else:
+        create_scheduler_v2(optimizer, sched="none", num_epochs=2, updates_per_epoch=2)
+
+
+@pytest.mark.parametrize("way", ["class", "function", "timm"])
+def test_experts_that_are_all_frozen_first_are_averaged_once_they_come(ewa_vit, caplog, way):
+    caplog.set_level(logging.INFO)
+    ewa_vit.blocks.requires_grad_(False)
+    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.0)
+    begin(way, ewa_vit, optimizer)
+    assert not caplog.messages
+    before = values(apart(ewa_vit))
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == set()
+    ewa_vit.blocks.requires_grad_(True)
+    optimizer.add_param_group({"params": ewa_vit.blocks.parameters()})
+    still_step(ewa_vit, optimizer)
+    assert moved(ewa_vit, before) == EXPERTS
+    averaging = ExpertWeightAveraging.of(optimizer)
+    assert averaging.updates == 2
+    assert averaging.share_rate == pytest.approx(0.3 * 2 / 4)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert "averaging the" in caplog.text
+    state = optimizer.state_dict()
+    assert [int(group["ewa_updates"]) for group in state["param_groups"]] == [2, 2]
+
+
+@pytest.mark.parametrize("way", ["class", "function"])
+def test_experts_that_are_not_frozen_and_left_out_are_refused(ewa_vit, way):
+    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.0)
+    if way == "class":
+        with pytest.raises(ValueError, match="trains no expert layer"):
+            begin(way, ewa_vit, optimizer)
+    else:
+        begin(way, ewa_vit, optimizer)
+    assert ExpertWeightAveraging.of(optimizer) is None
+
+
+def test_a_student_of_a_frozen_teacher_with_experts_is_left_alone(ewa_vit, caplog):
+    caplog.set_level(logging.INFO)
+    teacher = ewa_vit.requires_grad_(False)
+    student = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    before = optimizer.state_dict()
+    scheduler, _ = create_scheduler_v2(
+        optimizer, sched="cosine", num_epochs=2, updates_per_epoch=200
+    )
+    scheduler.step_update(400)
+    for epoch in range(2):
+        optimizer.step()
+        scheduler.step(epoch + 1)
+    assert teacher is ewa_vit
+    assert optimizer.state_dict()["param_groups"][0].keys() == {
+        *before["param_groups"][0],
+        "initial_lr",
+    }
+    assert not caplog.messages
+
+
+def test_a_run_without_an_end_that_trains_no_experts_is_no_error(ewa_vit):
+    ewa_vit.blocks.requires_grad_(False)
+    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.0)
+    assert timm_moe.training.start_averaging(ewa_vit, optimizer, float("inf")) is None
+
+
 @pytest.mark.parametrize("rates", [(0.3, 0.3), (0.15, 0.6), (0.0, 0.6)])
 def test_what_two_layers_share_is_averaged_once_at_the_rate_of_the_first(ewa_vit, rates):
     first, second = ewa_vit.blocks[1].mlp, ewa_vit.blocks[3].mlp

@@ -68,4 +68,4 @@ def test_routed_experts_are_not_averaged_unasked(caplog):
     with caplog.at_level(logging.INFO):
         timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=4)
     assert timm_moe.ExpertWeightAveraging.of(optimizer) is None
-    assert caplog.messages == []
+    assert not any("EWA" in message for message in caplog.messages)

@@ -21,7 +21,7 @@ from .evaluation import Figures, predictions
 try:
     from scipy.stats import binomtest
 
-    from .intervals import half_width
+    from .intervals import LEAST_PAIRS, half_width, verdict
 except ModuleNotFoundError as error:
     raise ImportError(f"Comparing needs {error.name}: pip install 'timm_moe[evaluate]'.") from error
 
@@ -306,10 +306,8 @@ def _written(difference: Difference, factor: float, decimals: int, sign: int) ->
     if difference.pairs < 2:
         return middle
     low, high = (f"{factor * end:+.{decimals}f}" for end in (difference.low, difference.high))
-    verdict = "better" if difference.mean * sign > 0 else "worse"
-    if difference.low <= 0 <= difference.high:
-        verdict = "no clear difference"
-    return f"{middle} (95 % interval {low} to {high}, {difference.pairs} pairs), {verdict}"
+    judged = verdict(difference.mean, difference.low, difference.high, difference.pairs, sign)
+    return f"{middle} (95 % interval {low} to {high}, {difference.pairs} pairs), {judged}"
 
 
 def _notes(comparison: Comparison) -> Iterator[str]:
@@ -323,8 +321,8 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             f"{comparison.first} {base:,}, p = {comparison.p:.2g}. It asks whether these two "
             "networks differ; whether the methods do, only runs of several seeds can tell."
         )
-    elif len(comparison.seeds) < 3:
-        yield f"{names} have two pairs, whose interval is wide: train a third seed."
+    elif len(comparison.seeds) < LEAST_PAIRS:
+        yield f"{names} have two pairs, from which there is no verdict: train a third seed."
 
 
 def differing_options(groups: Mapping[str, Sequence[Measured]]) -> Iterator[str]:

@@ -26,7 +26,7 @@ LABELS = {
     "brier": ("Brier score", "{:.4f}"),
     "mean_member_nll": ("mean NLL of a member", "{:.4f}"),
     "mean_member_error": ("mean error of a member", "{:.2%}"),
-    "pairwise_kl": ("KL of two members", "{:.4f}"),
+    "pairwise_kl": ("KL, earlier from later", "{:.4f}"),
     "cosine_similarity": ("cosine of two members", "{:.4f}"),
     "disagreement": ("disagreement", "{:.2%}"),
     "normalized_disagreement": ("disagreement / error", "{:.4f}"),

@@ -24,13 +24,17 @@ BYTES = 4
 
 
 def byte_text(number: float) -> str:
-    """Write a number of bytes in GB or MB, powers of ten."""
+    """Write a number of bytes in GB, MB or kB, powers of ten."""
+    if number < 1e6:
+        return f"{number / 1e3:.0f} kB"
     return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
 
 
-def _short(number: float) -> str:
-    """Write a number with three decimals, a small one with three digits."""
-    return f"{number:.3f}" if number >= 1 else f"{number:.3g}"
+def _short(giga: float, unit: str) -> str:
+    """Write a number of billions with its unit; of millions where it is below a tenth."""
+    if giga < 0.1:
+        return f"{1000 * giga:.3g} M{unit}"
+    return f"{giga:.3f} G{unit}" if giga >= 1 else f"{giga:.3g} G{unit}"
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ class ModelInfo:
             "parameters, training": f"{self.total:,}",
             "parameters, activated": f"{self.activated:,} per token",
             **({} if self.exported is None else {"parameters, exported": f"{self.exported:,}"}),
-            "GFLOPs, evaluation": f"{_short(self.gflops)} per image "
-            f"({_short(self.gflops / 2)} GMACs)",
+            "evaluation": f"{_short(self.gflops, 'FLOPs')} per image "
+            f"({_short(self.gflops / 2, 'MACs')})",
         }
 
     def memory_rows(self) -> dict[str, str]:

@@ -193,9 +193,9 @@ class _MeanOverPairs(_MeanOverImages):
 
 
 class PairwiseKL(_MeanOverPairs):
-    """Kullback-Leibler divergence of one member's probabilities from another's.
+    """Kullback-Leibler divergence of the earlier member's probabilities from the later one's.
 
-    It is the mean over the pairs of members.
+    It is the mean over the pairs of members. Another order of them gives another number.
     """
 
     def _of_pair(self, log_p: Tensor, log_q: Tensor) -> Tensor:

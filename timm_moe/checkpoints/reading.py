@@ -16,6 +16,8 @@ from .harmless import HARMLESS
 
 #: The first bytes by which torch.load, and nothing else, decides that a file is an archive.
 _ARCHIVE = b"PK\x03\x04"
+#: How many of the objects that a file names are printed.
+_NAMES = 3
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -47,9 +49,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             raise
         needed = _globals_needed(path) if isinstance(error, pickle.UnpicklingError) else []
         if needed:
+            more = f" and {len(needed) - _NAMES} more" if len(needed) > _NAMES else ""
             raise ValueError(
-                f"{path} runs code when it is read ({', '.join(needed)}), which is refused: write "
-                "its weights to a file of their own, by torch.save(model.state_dict(), file)."
+                f"{path} runs code when it is read, which is refused: write its weights to a file "
+                "of their own, by torch.save(model.state_dict(), file). The file names "
+                f"{', '.join(needed[:_NAMES])}{more}."
             ) from error
         raise ValueError(f"{path} is damaged or not a checkpoint.") from error
     if not isinstance(checkpoint, dict):
@@ -103,8 +107,9 @@ def _check_records(path: Path) -> None:
 
 
 def _globals_needed(path: Path) -> list[str]:
+    """Return the functions and classes that a pickle names and that are not harmless, sorted."""
     try:
         needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # a damaged pickle may raise anything
         return []
-    return [name for name in needed if name not in dict(HARMLESS).values()]
+    return sorted(set(needed) - set(dict(HARMLESS).values()))

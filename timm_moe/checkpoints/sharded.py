@@ -24,6 +24,8 @@ _logger = logging.getLogger(__name__)
 
 #: Kinds of msgpack extension in the files.
 _NDARRAY, _SLICES, _INDEX_INFO = 1, 6, 8
+#: File by which a checkpoint of orbax is known, the newer format.
+_ORBAX = "manifest.ocdbt"
 _CHUNKS_MARK = "__msgpack_array_chunk_a87ca2__"
 
 #: (start, stop) in each dimension.
@@ -53,13 +55,14 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
     Raises:
         ImportError: without msgpack.
         FileNotFoundError: if the index or a shard is missing.
-        ValueError: if a file is truncated or damaged, or does not fit the index.
+        ValueError: if a file is truncated or damaged, does not fit the index, or is of orbax.
     """
     prefix = str(prefix).removesuffix(".index")
     if prefix.startswith("gs://"):
         raise ValueError(
             f"{prefix} is not on this machine: download its .index and .data files first."
         )
+    _refuse_orbax(Path(prefix))
     index_file = Path(f"{prefix}.index")
     if not index_file.is_file():
         raise FileNotFoundError(
@@ -78,6 +81,19 @@ def read_arrays(prefix: str | Path) -> dict[str, Tensor]:
         with _damage_of(file, "belongs to another index"):
             _read_shard(_unpack(file.read_bytes()), shard, entries, arrays)
     return {entries[number].path.removeprefix("params/"): array for number, array in arrays.items()}
+
+
+def _refuse_orbax(path: Path) -> None:
+    """Raise ValueError if a path is of a checkpoint as newer google-research/vmoe writes it.
+
+    That is a folder which holds ``manifest.ocdbt``, by itself or in a folder for the item.
+    """
+    folder = path.parent if path.name == _ORBAX else path
+    if any(next(folder.glob(place + _ORBAX), None) for place in ("", "*/")):
+        raise ValueError(
+            f"{folder} is a checkpoint of orbax ({_ORBAX}), which is not read: restore it with "
+            "orbax and give its parameters to timm_moe.checkpoints.vmoe.state_dict_from_flax."
+        )
 
 
 def _read_index(file: Path) -> tuple[dict[int, _Entry], int]:

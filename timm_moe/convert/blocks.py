@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from ..layers import MoeMlp
+from ..layers import MoeMlp, SharedExpertMlp
 from .split import SplitFfn
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -101,6 +101,19 @@ def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
         for name, module in unwrapped(model).named_modules()
         if isinstance(module, MoeMlp)
     }
+
+
+def described(layers: Iterable[MoeMlp]) -> str:
+    """Say in a sentence how many experts are where, and which router they have."""
+    each = list(layers)
+    paths = [layer.path or "an expert layer" for layer in each]
+    where = paths[0] if len(each) == 1 else f"each of {len(each)} layers, {paths[0]} to {paths[-1]}"
+    numbers = "/".join(map(str, sorted({layer.num_experts for layer in each})))
+    router = each[0].router
+    options = router.extra_repr()
+    routed = f"{type(router).__name__}({options})" if options else type(router).__name__
+    shared = " and a shared one" if isinstance(each[0], SharedExpertMlp) else ""
+    return f"{numbers} experts{shared} in {where}, by {routed}."
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

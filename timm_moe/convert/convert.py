@@ -1,5 +1,6 @@
 """The conversion of a model: feed-forward networks of chosen blocks become expert layers."""
 
+import logging
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,12 +12,14 @@ from torch import nn
 from ..layers import EwaMlp, MoeMlp, SharedExpertMlp, SoftMoeMlp
 from ..layers.checks import check_integer
 from ..schedules import check_share_rate, get_schedule
-from .blocks import ModelT, put, refuse_wrapped, select_blocks
+from .blocks import ModelT, described, put, refuse_wrapped, select_blocks
 from .check import check_weights, row_width
 from .find import Modules, find_networks
 from .hooks import add_hooks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
 from .split import has_images_first
+
+_logger = logging.getLogger(__name__)
 
 # Their row counts depend on data, so timm's feature extraction by torch.fx keeps them as leaves.
 for _layer_class in (MoeMlp, EwaMlp, SharedExpertMlp, SoftMoeMlp):
@@ -37,6 +40,8 @@ def convert_to_moe(
     **options: Any,
 ) -> ModelT:
     """Replace the feed-forward networks of some blocks of a model by expert layers, in place.
+
+    A line of the log says what was replaced.
 
     Args:
         model: a model of timm (ViT, DeiT, Swin, ...), Hugging Face transformers or torchvision, a
@@ -162,6 +167,8 @@ def convert_to_moe(
         every = model.named_modules(remove_duplicate=False)
         layer.blocks = max(1, sum(module is layer for _, module in every))
     add_hooks(model, layers)
+    if not hasattr(model, "stock_class"):  # A model that is made by its name needs no word.
+        _logger.info(f"{type(model).__name__} has {described(layers.values())}")
     return model
 
 

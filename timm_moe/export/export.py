@@ -252,12 +252,13 @@ def write_dense(
     """
     inputs = inputs_for(layout, settings.example_inputs)
     layers = moe_layers(layout.model)
-    exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
+    has_exact_mean = all(layer.deploys_dense for layer in layers.values())
+    exact = method == "average" and has_exact_mean
     if layers and not exact:
+        better = " The mean of these experts, method='average', is exact." if has_exact_mean else ""
         _logger.info(
-            "What method=%r makes of the experts is another function: a start for further "
-            "training.",
-            method,
+            f"What method={method!r} makes of the experts is another function: a start for further "
+            f"training.{better}"
         )
     expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
     if layers or method != "average":

@@ -257,20 +257,23 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
 
     epoch = origin.epoch if type(origin.epoch) is int and is_single(origin.epoch) else None
     measured = args.get("eval_metric") or ("map" if args.get("task") == "multilabel" else "top1")
-    # train.py measures the EMA weights, where it has any.
-    measured_ema = bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
     metrics = _summary(Path(origin.place).parent / FILE, measured, epoch, origin.metric)
     return History(
         file=public(origin.place),
         options=_options(args, dataset),
         epoch=epoch,
         ema=origin.ema,
-        metrics=metrics if measured_ema == origin.ema else {},
+        metrics=metrics if measures_ema(args) == origin.ema else {},
         base=pretrained if is_pretrained else None,
         start=public(start) if start else None,
         dataset=dataset,
         dataset_on_hub=dataset is not None and reader in _HUB_READERS,
     )
+
+
+def measures_ema(args: dict[str, Any]) -> bool:
+    """Tell by train.py's options whether it measured EMA weights, as it does where it has any."""
+    return bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
 
 
 def _options(args: dict[str, Any], dataset: str | None) -> dict[str, str]:

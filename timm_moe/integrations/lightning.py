@@ -115,7 +115,8 @@ class ExpertCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the statistics of the experts, as means over the processes."""
         averagings = [ExpertWeightAveraging.of(optimizer) for optimizer in trainer.optimizers]
-        averaging = next(filter(None, averagings), None)
+        started = filter(None, averagings)
+        averaging = max(started, key=lambda each: each.has_experts, default=None)
         pl_module.log_dict(expert_statistics(pl_module, averaging), sync_dist=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

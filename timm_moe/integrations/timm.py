@@ -5,7 +5,8 @@ changed                   what the change does
 ========================  =========================================================================
 ``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
 ``create_optimizer_v2``   excludes the experts' biases from weight decay, and experts from Muon
-``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch
+``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch;
+                          logs which experts are routed, and how
 ``Scheduler.step``        tells where a resumed run starts, and ends an epoch of routing statistics
 ``update_summary``        writes the experts' statistics to a file beside the epoch's line
 ``adaptive_clip_grad``    clips every expert as a network of its own
@@ -44,13 +45,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert.blocks import expert_biases, expert_parameters, unwrapped
+from ..convert.blocks import described, expert_biases, expert_parameters, unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..model_config import records_arguments
 from ..training import epoch_log, router_losses
 from ..training.averaging import ExpertWeightAveraging, forget_updates
-from ..training.optimizers import is_first_time, is_primary, layers_of_trained_experts
+from ..training.optimizers import (
+    are_frozen,
+    is_first_time,
+    is_primary,
+    layers_of_trained_experts,
+    trained_layers,
+)
 from ..training.step import before_step
 
 _logger = logging.getLogger(__name__)
@@ -124,14 +131,23 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(create_scheduler_v2).bind(*args, **kwargs).arguments
     optimizer = arguments["optimizer"]
     register(optimizer)
+    trained = trained_layers(optimizer, living(MoeMlp))
+    routed = [layer for layer in trained if not isinstance(layer, EwaMlp)]
+    if routed and is_primary():
+        _logger.info(f"Routing: {described(routed)}")
     _attach_averaging(optimizer, int(num_epochs), arguments.get("updates_per_epoch", 0))
     return lr_scheduler, num_epochs
 
 
 def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: int) -> None:
-    """Begin the averaging of a run, unless there is nothing to average or the user began one."""
+    """Begin the averaging of a run, unless there is nothing to average or the user began one.
+
+    Frozen experts may come to the optimizer later, so where there are only such, it waits for them.
+    """
     trained = layers_of_trained_experts(optimizer, living(MoeMlp))
     layers = [layer for layer in trained if layer.share_rate]
+    if not trained:
+        layers = [layer for layer in living(MoeMlp) if layer.share_rate and are_frozen([layer])]
     if not layers:
         if any(isinstance(layer, EwaMlp) for layer in trained) and is_primary():
             _logger.info("EWA: share_rate is 0, so the experts are trained without averaging.")
@@ -154,7 +170,8 @@ class _RunAveraging(ExpertWeightAveraging):
     """Averaging of a run of timm's scheduler.
 
     It averages all experts with a share rate that the optimizer trains. ``layers`` are those that
-    it trains now; others may be added.
+    it trains now, or frozen ones; others may be added. Frozen experts may be those of another
+    model, as a teacher, so the optimizer's state has no count before it trains some.
     """
 
     def __init__(
@@ -174,6 +191,14 @@ class _RunAveraging(ExpertWeightAveraging):
         """Return all living expert layers with a share rate."""
         return [layer for layer in living(MoeMlp) if layer.share_rate]
 
+    def _validate(self, model: nn.Module, optimizer: Optimizer, layers: list[MoeMlp]) -> None:
+        if layers:
+            super()._validate(model, optimizer, layers)
+
+    def _write_count(self) -> None:
+        if self.has_experts:
+            super()._write_count()
+
     def end_epoch(self, optimizer: Optimizer) -> None:
         """Warn once of an epoch with far fewer optimizer steps than ``updates_per_epoch``.
 
@@ -182,7 +207,7 @@ class _RunAveraging(ExpertWeightAveraging):
         updates = self.updates
         taken = updates - self._updates_before
         self._updates_before = updates
-        is_short = self.started and 0 < taken <= self.updates_per_epoch / 2
+        is_short = self.started and self.has_experts and 0 < taken <= self.updates_per_epoch / 2
         if is_short and is_first_time(optimizer, "short epoch"):
             _logger.warning(
                 f"EWA: an epoch took {taken} optimizer steps, but create_scheduler_v2 was given "

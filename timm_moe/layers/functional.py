@@ -119,7 +119,7 @@ def caller(function: Any, is_operator: bool = False) -> Callable[..., Any]:
 
     Only torch.func and Dynamo need ``setup_context``, but torch binds its arguments anew in each
     call, which takes long. Without gradients the autograd function is only needed in forward mode,
-    where it raises an error; bare operators would give zeros.
+    where it raises an error; bare operators would give zeros. vmap is refused in words of its own.
 
     Args:
         function: an autograd function that has a ``setup_context``.
@@ -131,6 +131,7 @@ def caller(function: Any, is_operator: bool = False) -> Callable[..., Any]:
         function.setup_context(ctx, args, output)
         return output
 
+    function.vmap = staticmethod(_refuse_vmap)
     methods = dict(forward=staticmethod(forward), backward=staticmethod(function.backward))
     in_one_step: Any = type(function.__name__, (torch.autograd.Function,), methods)
 
@@ -144,6 +145,15 @@ def caller(function: Any, is_operator: bool = False) -> Callable[..., Any]:
         return function.forward(*args)
 
     return call
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    """Raise RuntimeError: what an entry of the batch computes depends on where its rows go."""
+    raise RuntimeError(
+        "Experts do not run under torch.func.vmap (per-sample gradients, Jacobians), as each entry "
+        "would send its tokens elsewhere: loop over the images, or take a dense model of "
+        "timm_moe.to_dense."
+    )
 
 
 def _always() -> bool:

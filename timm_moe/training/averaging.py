@@ -17,6 +17,7 @@ from ..layers import MoeMlp
 from ..layers.living import living, register, unregister
 from ..schedules import check_share_rate, get_schedule
 from .optimizers import (
+    are_frozen,
     is_first_time,
     is_primary,
     is_skipped,
@@ -174,6 +175,8 @@ class ExpertWeightAveraging:
 
     Each step averages the experts that are among the optimizer's parameters at that time and
     require gradients. A parameter that layers share is averaged once, at the first layer's rate.
+    Where all experts are frozen at first, their averaging begins once the optimizer gets them
+    (``add_param_group``), at the rate of that step.
 
     An optimizer may work by another one (timm's Lookahead, SAM) and share its parameter groups.
     Either may be given: the experts are averaged once the outermost step ends. Weights that an
@@ -195,13 +198,14 @@ class ExpertWeightAveraging:
     Raises:
         TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
         ValueError: if an argument is out of range; if a share rate is given beside a function; if
-            the optimizer's steps cannot be followed, or it trains none of the model's experts or
-            has its averaging already; if experts cannot be averaged in place, see
+            the optimizer's steps cannot be followed, or it leaves out experts that are not frozen,
+            or has its averaging already; if experts cannot be averaged in place, see
             :func:`average_experts_`. If they change so later, the next step raises before it moves
             a weight.
 
     Attributes:
         started: whether a step has been taken since this averaging was made.
+        has_experts: whether the optimizer trains experts, or did since this averaging was made.
     """
 
     def __init__(
@@ -235,29 +239,36 @@ class ExpertWeightAveraging:
 
         layers = layers_of_trained_experts(optimizer, self.layers())
         self._validate(model, optimizer, layers)
+        self.has_experts = bool(layers)
 
         self._is_on_device = any(group.get("capturable") for group in optimizer.param_groups)
-        device = next(layers[0].parameters()).device if self._is_on_device else "cpu"
+        first = (layers or self.layers())[0]
+        device = next(first.parameters()).device if self._is_on_device else "cpu"
         self._count = torch.tensor(stated_updates(optimizer), device=device)
         self._write_count()
         self._steps = Steps(self._end_step)
         self._steps.follow(optimizer)
         register(self)
-        if is_primary():
+        if layers:
             self._log_plan(layers)
 
     def _validate(self, model: nn.Module, optimizer: Optimizer, layers: list[MoeMlp]) -> None:
-        """Raise ValueError if the trained layers, or the arguments for them, do not do."""
-        for layer in layers or self.layers():
-            if callable(self._schedule) or self._stated(layer)[0]:
-                _averageable(layer)  # raises
+        """Raise ValueError if the trained layers, or the arguments for them, do not do.
+
+        Frozen experts are looked at once they are trained.
+        """
         if not layers:
             require_parameters(optimizer, model)
-            raise ValueError(
-                f"The optimizer trains no expert layer of this {type(model).__name__}."
-            )
+        if layers or not are_frozen(self.layers()):
+            for layer in layers or self.layers():
+                if callable(self._schedule) or self._stated(layer)[0]:
+                    _averageable(layer)  # raises
+            if not layers:
+                raise ValueError(
+                    f"The optimizer trains no expert layer of this {type(model).__name__}."
+                )
         if not callable(self._schedule):
-            self._rates(layers, 1.0)  # raises
+            self._rates(layers or self.layers(), 1.0)  # raises
         elif self._share_rate is not None:
             raise ValueError(
                 "A schedule given as a function returns the rate itself: leave share_rate out."
@@ -265,6 +276,8 @@ class ExpertWeightAveraging:
 
     def _log_plan(self, layers: list[MoeMlp]) -> None:
         """Log how many experts are averaged, at which rate and for how long."""
+        if not is_primary():
+            return
         numbers = sorted({layer.num_experts for layer in layers})
         experts = "/".join(map(str, numbers))
         rate, schedule = self._stated(layers[0])
@@ -334,7 +347,7 @@ class ExpertWeightAveraging:
         self._is_sought = True
         is_new = updates != self.updates
         self._count.fill_(updates)
-        if is_new and is_primary():
+        if is_new and self.has_experts and is_primary():
             _logger.info(
                 f"EWA: the share rate continues after update {updates} of {self.total_updates}."
             )
@@ -375,6 +388,9 @@ class ExpertWeightAveraging:
     def _experts_due(self, optimizer: Optimizer, held: set[int]) -> list[tuple[Tensor, Rate]]:
         """Return the parameters to average at the end of the step that begins, with their rates."""
         layers = layers_of_trained_experts(optimizer, self.layers(), held)
+        if layers and not self.has_experts:  # They were frozen before.
+            self.has_experts = True
+            self._log_plan(layers)
         rates = self._rates(layers, self._progress())
         due: dict[int, tuple[Tensor, Rate]] = {}
         for layer, rate in zip(layers, rates, strict=True):
@@ -444,7 +460,8 @@ class ExpertWeightAveraging:
         self._last_rate = due[0][1] if due else 0.0
         average_all_(due)
         average_kept_(self._steps.optimizers, due, average_all_)
-        is_beyond = not self._is_on_device and int(count) > 1.1 * self.total_updates
+        can_tell = self.has_experts and not self._is_on_device
+        is_beyond = can_tell and int(count) > 1.1 * self.total_updates
         if is_beyond and is_first_time(optimizer, "beyond the end"):
             _logger.warning(
                 f"EWA: training goes on after update {self.updates}, but the share rate's schedule "

@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 
 from ..convert.blocks import moe_layers
 from .averaging import ExpertWeightAveraging, forget_updates, stated_updates
-from .optimizers import layers_of_trained_experts, require_parameters
+from .optimizers import (
+    are_frozen,
+    layers_of_trained_experts,
+    parameter_ids,
+    require_parameters,
+)
 from .router_losses import add_losses, current_summaries, routed, routed_layers
 from .strange_optimizers import with_hooks
 
@@ -36,7 +41,8 @@ def start_averaging(
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`
-        ends it), or None if the optimizer trains no experts that have a share rate.
+        ends it), or None if the optimizer trains no experts that have a share rate. Where all of
+        them are frozen, it waits until the optimizer gets them.
 
     Raises:
         TypeError: as :class:`ExpertWeightAveraging`.
@@ -58,10 +64,13 @@ def start_averaging(
         return None
     optimizer = with_hooks(optimizer)
     if not layers_of_trained_experts(optimizer, averaged):
-        experts = [stacked for layer in averaged for _, stacked in layer.named_expert_parameters()]
-        if any(stacked.requires_grad for stacked in experts):
+        if not are_frozen(averaged):
             require_parameters(optimizer, model)
-        return None
+            return None
+        trains_others = not parameter_ids(optimizer).isdisjoint(map(id, model.parameters()))
+        # Nothing may ever be averaged, so a run without an end is no error.
+        if not trains_others or not math.isfinite(total_updates) or total_updates < 1:
+            return None
 
     if not math.isfinite(total_updates) or total_updates < 1:
         raise ValueError(

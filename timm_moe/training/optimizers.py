@@ -47,6 +47,12 @@ def layers_of_trained_experts(
     return [layer for layer in layers if are_trained(layer)]
 
 
+def are_frozen(layers: Iterable[MoeMlp]) -> bool:
+    """Tell if layers have experts, and all of them are frozen."""
+    experts = [stacked for layer in layers for _, stacked in layer.named_expert_parameters()]
+    return bool(experts) and not any(stacked.requires_grad for stacked in experts)
+
+
 def parameter_ids(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters of an optimizer."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

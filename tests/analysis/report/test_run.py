@@ -8,13 +8,14 @@ import pytest
 import timm_moe.analysis.report
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.report import write_report
-from timm_moe.analysis.report.sections.run import run_section
+from timm_moe.analysis.report.sections.run import read_run, run_section
+from timm_moe.checkpoints.source import Origin
 from timm_moe.training.epoch_log import FILE
 
 
 def test_the_run_tells_whether_experts_came_together(tmp_path):
-    assert run_section(None) is None
-    assert run_section(tmp_path) is None
+    assert run_section(read_run(None)) is None
+    assert run_section(read_run(tmp_path)) is None
     (tmp_path / "summary.csv").write_text(
         "epoch,train_loss,eval_loss,eval_top1,lr\n0,2.0,1.5,40,0.1\n1,1.0,1.2,60,0.1\n1,1.0,1.3,58,0.1\n2,nan,1.4,,0\n"
     )
@@ -44,7 +45,7 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
     )
     (tmp_path / FILE).write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
-        run_section(tmp_path)
+        read_run(tmp_path)
 
 
 def test_a_long_summary_takes_linear_time_and_a_damaged_one_is_named(tmp_path):
@@ -56,7 +57,7 @@ def test_a_long_summary_takes_linear_time_and_a_damaged_one_is_named(tmp_path):
     assert time.process_time() - started < 5
     file.write_text("epoch,train_loss\n0,much\n")
     with pytest.raises(ValueError, match=r"summary.csv is damaged: .* 'much'"):
-        run_section(tmp_path)
+        read_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_long_summary_takes_linear_time_and_a_damaged_one_is_named(tmp_path):
 def test_an_odd_log_of_epochs_is_named(tmp_path, entry):
     (tmp_path / FILE).write_text(json.dumps({"epochs": [entry]}))
     with pytest.raises(ValueError, match=r"experts.json is damaged"):
-        run_section(tmp_path)
+        read_run(tmp_path)
 
 
 def test_what_the_routers_did_in_training_is_told(tmp_path):
@@ -109,8 +110,47 @@ def test_a_run_that_follows_another_in_its_folder_is_the_one_that_is_told(tmp_pa
     assert told == "Top-1 ended at 4.00 %; the best was 4.00 % in epoch 4."
 
 
-def parts_of(folder):
-    return {part.title: part for part in run_section(folder).parts}
+def parts_of(folder, origin=None):
+    return {part.title: part for part in run_section(read_run(folder), origin=origin).parts}
+
+
+@pytest.mark.parametrize(
+    ("train_args", "title"),
+    [
+        ({}, "loss"),
+        ({"model": "vit_tiny"}, "cross-entropy"),
+        ({"bce_loss": True}, ["training: binary cross-entropy", "evaluation: cross-entropy"]),
+        ({"loss": "bce"}, ["training: binary cross-entropy", "evaluation: cross-entropy"]),
+        ({"model": "vit_tiny", "kd_model_name": "vit_small"}, "loss"),
+    ],
+)
+def test_the_axis_names_the_loss(tmp_path, train_args, title):
+    (tmp_path / "summary.csv").write_text("epoch,train_loss,eval_loss\n0,2.0,1.5\n")
+    origin = Origin("last.pth.tar", train_args=train_args)
+    chart = parts_of(tmp_path, origin)["Does the loss still fall?"].chart
+    assert chart["encoding"]["y"]["title"] == title
+
+
+@pytest.mark.parametrize("is_of_ema", [False, True])
+def test_curves_of_ema_weights_are_named(tmp_path, is_of_ema):
+    (tmp_path / "summary.csv").write_text(
+        "epoch,train_loss,eval_loss,eval_top1\n0,2.0,1.5,40\n1,1.0,1.2,60\n"
+    )
+
+    def told(**train_args):
+        parts = parts_of(tmp_path, Origin("last.pth.tar", train_args=train_args, ema=is_of_ema))
+        losses, accuracies = list(parts.values())
+        named = {row["images"] for row in losses.chart["data"]["values"]}
+        named |= {row["accuracy"] for row in accuracies.chart["data"]["values"]}
+        return named, accuracies.text
+
+    plain = "Top-1 ended at 60.00 %; the best was 60.00 % in epoch 1."
+    without = ({"training", "evaluation", "top-1"}, plain)
+    assert told() == told(model_ema=True, model_ema_force_cpu=True) == without
+    named, text = told(model_ema=True)
+    assert named == {"training", "evaluation, EMA weights", "top-1, EMA weights"}
+    assert text.startswith(plain)
+    assert ("--use-ema takes the EMA weights" in text) is not is_of_ema
 
 
 def write_epochs(folder, spreads, share_rate=0.1, first=0):
@@ -181,7 +221,7 @@ def test_a_run_that_diverged_has_a_report(tmp_path):
 def test_top_5_of_five_classes_is_left_out(tmp_path):
     (tmp_path / "summary.csv").write_text("epoch,eval_top1,eval_top5\n0,40,100\n")
     for classes, series in ((5, {"top-1"}), (6, {"top-1", "top-5"})):
-        (part,) = run_section(tmp_path, classes).parts
+        (part,) = run_section(read_run(tmp_path), classes).parts
         assert {row["accuracy"] for row in part.chart["data"]["values"]} == series
 
 

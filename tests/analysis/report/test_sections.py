@@ -7,6 +7,7 @@ import torch
 from observations import layer_of, seen_as, with_two_members
 
 from timm_moe.analysis.info import measure
+from timm_moe.analysis.report import charts
 from timm_moe.analysis.report.sections.classifier import classifier_section
 from timm_moe.analysis.report.sections.model import model_section
 from timm_moe.analysis.report.sections.patches import _shaded
@@ -182,3 +183,25 @@ def test_every_feed_forward_network_is_drawn_where_it_is(name, options, networks
     assert part.text.startswith(f"{places} of {networks} feed-forward networks hold ")
     assert next(block["experts"] for block in drawn if block["name"] == box) > 0
     assert ("They share one expert layer" in part.text) == (name == "widenet_b")
+
+
+def test_small_heat_maps_have_numbers_and_large_ones_none():
+    def marks(experts):
+        rows = [
+            {"expert": expert, "other": other, "value": 0.5}
+            for expert in range(experts)
+            for other in range(experts)
+        ]
+        layers = charts.heatmap(rows, "expert", "cosine", highest=1.0).to_dict()["layer"]
+        return [layer["mark"]["type"] for layer in layers]
+
+    assert marks(4) == ["rect", "text"]
+    assert marks(16) == ["rect"]
+
+
+@pytest.mark.parametrize(("confidence", "drawn"), [([0.96, 0.97], False), ([0.2, 0.97], True)])
+def test_a_histogram_with_all_in_one_bin_is_a_sentence(confidence, drawn):
+    section = classifier_section({"m": seen_as([], confidence, [0, 1])})
+    (part,) = [part for part in section.parts if part.title == "How sure is it?"]
+    assert (part.chart is not None) is drawn
+    assert part.text.startswith("Every confidence lies between 95% and 100%.") is not drawn

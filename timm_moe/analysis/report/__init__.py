@@ -19,7 +19,7 @@ from .page import Section, chart_library, page
 from .sections.classifier import classifier_section
 from .sections.model import model_section
 from .sections.routing import routing_section
-from .sections.run import run_section
+from .sections.run import read_run, run_section
 from .sections.similarity import expert_similarity, similarity_section
 
 __all__ = ["FILE", "write_report"]
@@ -64,8 +64,12 @@ def write_report(
     inference = inference or Inference()
     classes = len(class_names(images))
     # A file may be damaged, so the files are read before the models run.
-    runs = [run_section(_run_folder(source), classes) for source in sources]
+    read = [read_run(_run_folder(source)) for source in sources]
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
+    runs = [
+        run_section(run, classes, getattr(model, "origin", None))
+        for run, model in zip(read, models, strict=True)
+    ]
     names = _short_names([describe_source(source) for source in sources])
     architectures = [
         get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models

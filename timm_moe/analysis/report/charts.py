@@ -10,12 +10,14 @@ from ..colours import COLOURS
 
 #: Ratio of the largest to the smallest value above which an axis is logarithmic.
 LOGARITHMIC_FROM = 100
+#: Most columns of a heat map that has a number in each cell.
+NUMBERED = 8
 #: Most steps of an axis of epochs.
 TICKS = 8
 Rows = Sequence[Mapping[str, Any]]
 
 
-def lines(rows: Rows, series: str, y_title: str, percent: bool = False) -> alt.Chart:
+def lines(rows: Rows, series: str, y_title: str | list[str], percent: bool = False) -> alt.Chart:
     """Draw the ``value`` of each series over the epochs.
 
     Positive values of very different sizes have a logarithmic axis.
@@ -60,19 +62,31 @@ def loads(rows: Rows, even: float | None) -> Any:
 
 def heatmap(
     rows: Rows, x_title: str, value_title: str, highest: float, percent: bool = False
-) -> alt.Chart:
+) -> Any:
     """Draw a cell for each pair of an ``expert`` and an ``other``.
 
-    A larger ``value`` is darker, up to the highest.
+    A larger ``value`` is darker, up to the highest. Small maps have the numbers in their cells.
     """
     colours = alt.Scale(scheme="cividis", reverse=True, domain=[0, highest], clamp=True)
     legend = alt.Legend(format="%" if percent else ".2")
-    marks = _chart(rows, height=300).mark_rect()
-    return marks.encode(
+    # The cells have no data of their own, so that they show the choice from the whole chart's data.
+    marks = alt.Chart().encode(
         x=alt.X("other:O", title=x_title, axis=alt.Axis(labelAngle=0)),
         y=alt.Y("expert:O", title="expert"),
+    )
+    cells = marks.mark_rect().encode(
         color=alt.Color("value:Q", title=value_title, scale=colours, legend=legend),
         tooltip=["expert:O", "other:O", alt.Tooltip("value:Q", format=".1%" if percent else ".3")],
+    )
+    layers = [cells]
+    if len({row["other"] for row in rows}) <= NUMBERED:
+        on_dark = alt.condition(
+            f"datum.value > {highest / 2}", alt.value("white"), alt.value("black")
+        )
+        number = alt.Text("value:Q", format=".0%" if percent else ".2f")
+        layers.append(marks.mark_text(aria=False).encode(text=number, color=on_dark))
+    return alt.layer(*layers, data=alt.Data(values=list(rows))).properties(
+        width="container", height=300
     )
 
 
@@ -89,6 +103,15 @@ def histogram(rows: Rows, series: str, x_title: str, y_title: str) -> alt.Chart:
             alt.Tooltip("share:Q", format=".1%"),
         ],
     )
+
+
+def in_one_bin(rows: Rows, bins: int) -> str:
+    """Return the bounds of a histogram's bin that holds everything; nothing if there are more."""
+    filled = {row["value"] for row in rows if row["share"] > 0}
+    if len(filled) != 1:
+        return ""
+    (middle,) = filled
+    return f"{middle - 0.5 / bins:.0%} and {middle + 0.5 / bins:.0%}"
 
 
 def reliability(rows: Rows) -> Any:

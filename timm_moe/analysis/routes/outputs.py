@@ -19,6 +19,8 @@ _logger = logging.getLogger(__name__)
 
 #: The files, the one that explains the others last.
 FILES = ("routes.png", "routes.csv", "routes.json")
+#: Most classes whose names the plot has room for.
+NAMED = 110
 #: Largest width and height of the plot, and of one of its panels, in inches.
 PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
 
@@ -105,11 +107,68 @@ def display_order(share_CE: Tensor) -> list[int]:
     )
 
 
+def drawable(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Find fonts for names of classes.
+
+    Returns:
+        The names, with escapes for letters that no installed font has; and the families of the
+        fonts, matplotlib's own first.
+    """
+    from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+
+    missing = set("".join(names))
+    families: list[str] = []
+    own = FontProperties()
+    fonts: list[tuple[str, Any]] = [(own.get_name(), findfont(own))]
+    fonts += [
+        (font.name, font.fname)
+        for font in fontManager.ttflist
+        # matplotlib's last resort has a box for each letter.
+        if Path(font.fname).is_file() and not font.name.startswith("Last Resort")
+    ]
+    for family, file in fonts:
+        if families and not missing:
+            break
+        known = {letter for letter in missing if ord(letter) in get_font(file).get_charmap()}
+        if known or not families:
+            families.append(family)
+            missing -= known
+    if missing:
+        _logger.warning(
+            "routes.png has escapes for letters that no installed font has: %s. Install a font "
+            "that has them, as Noto Sans CJK for Chinese.",
+            "".join(sorted(missing)[:8]),
+        )
+    escapes = {ord(letter): letter.encode("unicode_escape").decode("ascii") for letter in missing}
+    return [name.translate(escapes) for name in names], families
+
+
+def _write_numbers(panel: Any, share_CE: Tensor, highest: float) -> None:
+    """Write the share, in percent, into each cell of a heatmap."""
+    for row, shares in enumerate(share_CE.tolist()):
+        for column, share in enumerate(shares):
+            colour = "white" if share > highest / 2 else "black"
+            place = dict(ha="center", va="center", fontsize=6, color=colour)
+            panel.text(column, row, f"{share:.0%}", **place)
+
+
 def plot(all_routes: Sequence[Routes], file: Path) -> None:
     """Draw a heatmap for each layer into one PNG.
 
-    All of them have the same colours, and the order of classes of the deepest layer.
+    All of them have the same colours, and the order of classes of the deepest layer. Small ones
+    have the numbers in their cells.
     """
+    from matplotlib import rc_context
+
+    classes = all_routes[-1].classes
+    has_room = len(classes) <= NAMED
+    names, families = drawable([printable(name) for name in classes] if has_room else [])
+    with rc_context({"font.family": families}):
+        _plot(all_routes, names, file)
+
+
+def _plot(all_routes: Sequence[Routes], names: Sequence[str], file: Path) -> None:
+    """Draw the heatmaps, with these names of the classes or none."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -128,6 +187,8 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
         image = panel.imshow(share_CE[order].numpy(), vmin=0, vmax=highest, **look)
         panel.set_title(routes.layer, fontsize=8)
         panel.set_xlabel("expert", fontsize=8)
+        if width / share_CE.shape[1] >= 0.3 and height / len(order) >= 0.15:  # room for numbers
+            _write_numbers(panel, share_CE[order], highest)
         panel.tick_params(labelsize=7, left=False)
         panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     for panel in panels[len(heatmaps) :]:
@@ -135,9 +196,8 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
     for panel in panels[::columns]:
         panel.set_ylabel(f"{len(order)} classes, in the order of {deepest.layer}", fontsize=8)
         panel.tick_params(left=True)
-        if height / len(order) >= 0.1:  # room for the names
-            names = [printable(deepest.classes[index]) for index in order]
-            panel.set_yticks(range(len(order)), names, fontsize=6)
+        if names:
+            panel.set_yticks(range(len(order)), [names[index] for index in order], fontsize=6)
     length = min(4.0, 0.8 * size[1])
     share, shrink = 0.2 / size[0], length / size[1]
     bar = figure.colorbar(

@@ -18,7 +18,7 @@ from ..page import Part, Section
 _BETTER = (
     "As timm-moe evaluate measures them. Lower is better for NLL, error, ECE, Brier score and FPR, "
     "higher for accuracy and AUROC. KL, cosine and disagreement say how far members differ, which "
-    "is neither good nor bad by itself."
+    "is neither good nor bad by itself; KL is the divergence of the earlier member from the later."
 )
 #: Difference of confidence and accuracy up to which a model is not called over- or under-confident.
 TOLERANCE = 0.01
@@ -51,6 +51,7 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
         confused += [[name, *row] if several else row for row in _confused(seen)]
     sure.append("Below the dashed line it is surer than it is right.")
     histogram = charts.histogram(confidences, "images", "confidence", "share of the images")
+    alone = charts.in_one_bin(confidences, CONFIDENCE_BINS)
     if any(seen.ood_confidence is not None for seen in observations.values()):
         other = "Images of other data should be to the left."
     else:
@@ -60,7 +61,9 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
         Part(
             "Is it as sure as it is right?", " ".join(sure), charts.reliability(reliable).to_dict()
         ),
-        Part("How sure is it?", other, histogram.to_dict()),
+        Part("How sure is it?", f"Every confidence lies between {alone}. {other}")
+        if alone
+        else Part("How sure is it?", other, histogram.to_dict()),
     ]
     if confused:
         head = (["model"] if several else []) + [

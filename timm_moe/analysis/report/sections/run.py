@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ....checkpoints.source import Origin
+from ....export.history import measures_ema
 from ....training.epoch_log import read_epochs
 from ....training.summary import FILE, read_summary
 from .. import charts
@@ -30,18 +33,37 @@ Points = list[dict[str, Any]]
 Layers = list[tuple[int, str, dict[str, Any]]]
 
 
-def run_section(folder: Path | None, classes: int | None = None) -> Section | None:
-    """Show the training run in train.py's folder; None if nothing is known about it.
+@dataclass(frozen=True)
+class Run:
+    """The figures of a training run by epoch: of summary.csv, and of experts.json."""
 
-    The accuracy of the best five answers is left out if there are five classes or fewer, as it is
-    always 1.
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_run(folder: Path | None) -> Run:
+    """Read what a run left in train.py's folder, which may be nothing.
 
     Raises:
         ValueError: if a file is damaged.
     """
-    if folder is None:
-        return None
-    rows, epochs = _summary(folder), read_epochs(folder)
+    return Run() if folder is None else Run(_summary(folder), read_epochs(folder))
+
+
+def run_section(
+    run: Run, classes: int | None = None, origin: Origin | None = None
+) -> Section | None:
+    """Show a training run; None if nothing is known about it.
+
+    The accuracy of the best five answers is left out if there are five classes or fewer, as it is
+    always 1.
+
+    Args:
+        run: from :func:`read_run`.
+        classes: their number.
+        origin: of the weights that the report is about, which may be others than train.py measured.
+    """
+    rows, epochs = run.rows, run.epochs
     points = [
         {"epoch": row["epoch"], "value": row[column], key: series}
         for row in rows
@@ -53,12 +75,15 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     layers = [
         (entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()
     ]
+    trend, best = _trend(losses), _best(accuracies)
+    if origin is not None and measures_ema(origin.train_args):
+        best += _name_ema(losses, accuracies, origin.ema)
     parts = [
-        _part("Does the loss still fall?", losses, _trend(losses), "images", "loss"),
+        _part("Does the loss still fall?", losses, trend, "images", _loss_title(origin)),
         _part(
             "How accurate was it in each epoch?",
             accuracies,
-            _best(accuracies),
+            best,
             "accuracy",
             "accuracy (%)",
         ),
@@ -70,6 +95,38 @@ def run_section(folder: Path | None, classes: int | None = None) -> Section | No
     ]
     known = [part for part in parts if part is not None]
     return Section("run", "The training run", known) if known else None
+
+
+def _loss_title(origin: Origin | None) -> str | list[str]:
+    """Return the name of the losses that train.py was told to take, as lines of an axis's title."""
+    args = origin.train_args if origin is not None else {}
+    if args.get("bce_loss") or args.get("loss") == "bce":
+        return ["training: binary cross-entropy", "evaluation: cross-entropy"]
+    has_others = any(args.get(name) for name in ("jsd_loss", "kd_model_name"))
+    if not args or has_others or args.get("task") == "multilabel":
+        return "loss"
+    return "cross-entropy"
+
+
+def _name_ema(losses: Points, accuracies: Points, is_of_ema: bool) -> str:
+    """Name the EMA weights at the curves that are theirs, and return a sentence on them.
+
+    Args:
+        losses: of training and evaluation.
+        accuracies: of evaluation.
+        is_of_ema: whether the report is about the EMA weights.
+    """
+    for point in losses:
+        if point["images"] == "evaluation":
+            point["images"] = "evaluation, EMA weights"
+    for point in accuracies:
+        point["accuracy"] += ", EMA weights"
+    if is_of_ema or not accuracies:
+        return ""
+    return (
+        " That is the accuracy of the EMA weights. The other figures on this page are of the "
+        "weights without EMA; --use-ema takes the EMA weights."
+    )
 
 
 def _summary(folder: Path) -> list[dict[str, Any]]:
@@ -92,7 +149,7 @@ def _part(
     points: Points,
     text: str,
     series: str,
-    y_title: str,
+    y_title: str | list[str],
     choice: str | None = None,
     percent: bool = False,
 ) -> Part | None:
@@ -103,7 +160,7 @@ def _part(
         points: what is drawn; a value may be None or not finite.
         text: sentences on the chart.
         series: field that gives one line per value.
-        y_title: title of the values.
+        y_title: title of the values, or its lines.
         choice: field to select by in a drop-down list.
         percent: whether the values are shares, shown in percent.
 
