@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from timm_moe.training.optimizers import is_skipped
 from timm_moe.training.placement import local_part
-from timm_moe.training.strange_optimizers import with_hooks
+from timm_moe.training.wrapped_optimizers import with_hooks
 
 
 class SwitchEma:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..files import require_file
-from .harmless import HARMLESS
+from .safe_globals import SAFE_GLOBALS
 
 #: The first bytes by which torch.load, and nothing else, decides that a file is an archive.
 _ARCHIVE = b"PK\x03\x04"
@@ -42,7 +42,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             return dict(load_file(path))
         if is_archive:
             _check_records(path)
-        with torch.serialization.safe_globals(HARMLESS):
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except Exception as error:  # a file that is no checkpoint may end in anything
         if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
@@ -112,4 +112,4 @@ def _globals_needed(path: Path) -> list[str]:
         needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # a damaged pickle may raise anything
         return []
-    return sorted(set(needed) - set(dict(HARMLESS).values()))
+    return sorted(set(needed) - set(dict(SAFE_GLOBALS).values()))

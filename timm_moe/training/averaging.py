@@ -25,7 +25,7 @@ from .optimizers import (
     require_parameters,
 )
 from .placement import is_spread, local_part, sum_over_experts
-from .strange_optimizers import Steps, average_kept_, with_hooks
+from .wrapped_optimizers import Steps, average_kept_, with_hooks
 
 _logger = logging.getLogger(__name__)
 

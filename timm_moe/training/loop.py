@@ -20,7 +20,7 @@ from .optimizers import (
     require_parameters,
 )
 from .router_losses import add_losses, current_summaries, routed, routed_layers
-from .strange_optimizers import with_hooks
+from .wrapped_optimizers import with_hooks
 
 _logger = logging.getLogger(__name__)
 

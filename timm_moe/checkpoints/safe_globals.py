@@ -53,7 +53,7 @@ _NUMPY = {
 _DATES = ("date", "datetime", "time", "timedelta", "timezone")
 #: For ``torch.serialization.safe_globals``: the substitute of a class or function, and the name
 #: that the class or function has in a file.
-HARMLESS: list[Any] = [
+SAFE_GLOBALS: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
     (types.SimpleNamespace, "types.SimpleNamespace"),
     (lambda *args: {}, "collections.defaultdict"),  # pickle adds its items afterwards
