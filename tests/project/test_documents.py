@@ -101,7 +101,6 @@ MASKS = {
 }
 #: Checkpoints like train.py's: model and options.
 CHECKPOINTS = {
-    "output/train/…/model_best.pth.tar": ("vit_small_ewa_moe", {}),
     "output/train/…/last.pth.tar": ("vit_small_moe", {}),
     "last.pth.tar": ("vit_small_moe", {}),
     "seed1/last.pth.tar": ("vit_small_moe", {}),

@@ -60,6 +60,35 @@ def test_trains_with_averaging_and_says_so_once(run):
     assert checkpoint["optimizer"]["param_groups"][0]["ewa_updates"] == 12
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet10t"])
+def test_a_dense_model_trains_bit_for_bit_as_without_the_package(name, images, tmp_path):
+    options = ["--model", name, "--num-classes", 3]
+    if name.startswith("vit"):
+        options = small(name, "depth=2", "img_size=32")
+    options += [
+        "--img-size",
+        32,
+        "--layer-decay",
+        0.8,
+        "--clip-grad",
+        1.0,
+        "--model-ema",
+        "--mixup",
+        0.5,
+    ]
+    for autoload in ("1", "0"):
+        train(tmp_path, images, *options, "--experiment", autoload, autoload=autoload)
+    with_package, without = (
+        torch.load(tmp_path / f"output/train/{autoload}/last.pth.tar", weights_only=False)
+        for autoload in ("1", "0")
+    )
+    for part in ("state_dict", "state_dict_ema"):
+        for path, tensor in without[part].items():
+            assert torch.equal(with_package[part][path], tensor), path
+    assert str(with_package["optimizer"]) == str(without["optimizer"])
+
+
 def test_a_file_beside_the_summary_tells_of_the_experts_in_each_epoch(run, images):
     folder, log = run
     epochs = read_epochs(folder / "output/train/a")
