@@ -15,6 +15,7 @@ import pytest
 import timm
 import torch
 from common import OPTIONS, SMALL_VIT, SPEC
+from safetensors.torch import save
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -221,3 +222,19 @@ def test_a_pickled_module_is_refused_by_advice_and_three_names(tmp_path):
     assert listed.split(", ") == sorted(listed.split(", "))
     assert len(listed.split(", ")) == 3
     assert re.fullmatch(r"\d+ more\.", more)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "run git lfs pull"),
+        (b"<!DOCTYPE html><html></html>", "is a web page"),
+        (save({"a": torch.ones(2)}), "rename it to end in .safetensors"),
+        (b"\x80\x02}q", "is damaged or not a checkpoint"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told(content, told, tmp_path):
+    (tmp_path / "a.pth").write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        read_checkpoint(tmp_path / "a.pth")

@@ -94,7 +94,7 @@ def _write(path, content):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pth", b"", "is damaged or not a checkpoint"),
+        ("a.pth", b"", "is empty"),
         ("a.pth", b"not a checkpoint at all", "is damaged or not a checkpoint"),
         ("a.pth", b"\x89PNG\r\n\x1a\n" + bytes(99), "is damaged or not a checkpoint"),
         ("a.safetensors", b"not safetensors either", "is damaged or not a checkpoint"),

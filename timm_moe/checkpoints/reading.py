@@ -55,7 +55,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 "of their own, by torch.save(model.state_dict(), file). The file names "
                 f"{', '.join(needed[:_NAMES])}{more}."
             ) from error
-        raise ValueError(f"{path} is damaged or not a checkpoint.") from error
+        raise ValueError(f"{path} {_what_it_is(path)}.") from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint.")
 
@@ -84,6 +84,21 @@ def require_intact(path: Path, tensors: Mapping[str, Tensor]) -> None:
         content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         if (content.nbytes, zlib.crc32(content)) not in written:
             raise ValueError(f"{path} is damaged: {name} does not match its checksum.")
+
+
+def _what_it_is(path: Path) -> str:
+    """Say what a file is that could not be read, with the remedy where there is one."""
+    with path.open("rb") as file:
+        begin = file.read(64)
+    if not begin:
+        return "is empty"
+    if begin.startswith(b"version https://git-lfs"):
+        return "is a pointer of Git LFS in the file's place: run git lfs pull"
+    if begin.lstrip().startswith(b"<"):
+        return "is a web page, not a checkpoint: download the file itself"
+    if begin[8:9] == b"{" and path.suffix != ".safetensors":
+        return "is a safetensors file: rename it to end in .safetensors"
+    return "is damaged or not a checkpoint"
 
 
 def _is_archive(path: Path) -> bool:
