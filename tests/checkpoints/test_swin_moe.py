@@ -246,7 +246,7 @@ def of_size(name, num_experts):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.first_case
+@pytest.mark.ci
 def test_the_published_sizes_are_recognised(name):
     num_experts = VARIANTS[name].args["num_experts"]
     blocks = dict(moe_layers="5,7,9,11,13,15,17,19,21,23", num_classes=21841)
@@ -417,7 +417,7 @@ def test_a_truncated_file(length, tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     file = tmp_path / "swin.pth.rank1"
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(ValueError, match="rank1 is damaged or not a checkpoint"):
+    with pytest.raises(ValueError, match=r"rank1 is (empty|damaged or not a checkpoint)"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
 

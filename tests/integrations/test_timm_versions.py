@@ -74,6 +74,7 @@ def test_modules_that_timm_lacks_take_their_families_alone():
     assert told == []
 
 
+@pytest.mark.ci
 def test_classes_of_another_name_take_no_models():
     left, told = without(
         *(

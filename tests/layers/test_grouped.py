@@ -351,7 +351,7 @@ def test_a_network_over_all_rows_is_one_for_each_expert(name, dtype):
 @pytest.mark.parametrize(
     "name", ["SwiGLU with a norm", "scaled", "over its norm", "PReLU", "by its weight"]
 )
-@pytest.mark.first_case
+@pytest.mark.ci
 def test_compiled_as_one_graph(name):
     layer, x = layer_of(name), torch.randn(3, 7, 8)
     expected = outcome(layer, x)

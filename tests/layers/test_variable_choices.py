@@ -83,6 +83,7 @@ def test_choices_that_are_not_made_need_no_rows_on_a_cpu():
     assert int((routing.experts() < 4).sum()) == made
 
 
+@pytest.mark.ci
 def test_compiled_and_exported_for_any_batch_it_is_the_same():
     torch.manual_seed(0)
     layer = layer_of().eval()

@@ -188,7 +188,7 @@ def test_the_page_of_the_models(architecture):
 def test_the_numbers_of_names_in_the_documents():
     names, forms = len(registered_models("*")), len(ewa.architectures())
     for file, text in (
-        ("README.md", f"adds {names} names"),
+        ("README.md", f"and {names} names to"),
         ("docs/models.md", f"has an EWA form, {forms} of timm 1.0.31"),
         ("CONTRIBUTING.md", f"all models, {forms} EWA forms included"),
         ("CONTRIBUTING.md", f"of the {forms} EWA forms"),

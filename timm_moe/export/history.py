@@ -289,7 +289,9 @@ def _options(args: dict[str, Any], dataset: str | None) -> dict[str, str]:
         **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
     }
     return {
-        name: public(value) for name, value in options.items() if value not in (None, False, "")
+        name: public(value)
+        for name, value in options.items()
+        if value not in (None, False, "") or (name == "seed" and value == 0)
     }
 
 

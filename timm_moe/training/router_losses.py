@@ -139,8 +139,9 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
         raise RuntimeError(
             "The routers' losses were not added to the training loss, so the experts would not be "
             "used evenly: add timm_moe.auxiliary_loss(model) to the loss after each forward, train "
-            "with a timm.task.TrainingTask, give Hugging Face's Trainer or Lightning an "
-            "ExpertCallback of timm_moe.integrations, or create the model with aux_loss_weight=0."
+            "with a timm.task.TrainingTask, give Hugging Face's Trainer or Lightning the "
+            "ExpertCallback of timm_moe.integrations.transformers or .lightning, or create the "
+            "model with aux_loss_weight=0."
         )
     if lost and is_first_time(optimizer, "lost losses"):
         _logger.warning(

@@ -4,11 +4,12 @@ import json
 import time
 
 import pytest
+from common import make_model
 
 import timm_moe.analysis.report
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.report import write_report
-from timm_moe.analysis.report.sections.run import read_run, run_section
+from timm_moe.analysis.report.sections.run import read_run, run_of_model, run_section
 from timm_moe.checkpoints.source import Origin
 from timm_moe.training.epoch_log import FILE
 
@@ -108,6 +109,16 @@ def test_a_run_that_follows_another_in_its_folder_is_the_one_that_is_told(tmp_pa
     (tmp_path / "summary.csv").write_text("\n".join(["epoch,eval_top1", *lines]))
     told = parts_of(tmp_path)["How accurate was it in each epoch?"].text
     assert told == "Top-1 ended at 4.00 %; the best was 4.00 % in epoch 4."
+
+
+def test_experts_that_another_run_left_in_the_folder_are_not_the_models(tmp_path):
+    layers = {"blocks.1.mlp": {"spread": 0.5}, "blocks.3.mlp": {"spread": 0.5}}
+    epochs = [{"epoch": 0, "share_rate": 0.3, "layers": layers}]
+    (tmp_path / FILE).write_text(json.dumps({"epochs": epochs}))
+    run = read_run(tmp_path)
+    assert run_of_model(run, make_model("vit_tiny_ewa_moe")).epochs == epochs
+    for model in ("vit_tiny_patch16_224", "widenet_b"):
+        assert run_of_model(run, make_model(model)).epochs == []
 
 
 def parts_of(folder, origin=None):

@@ -19,7 +19,7 @@ from .page import Section, chart_library, page
 from .sections.classifier import classifier_section
 from .sections.model import model_section
 from .sections.routing import routing_section
-from .sections.run import read_run, run_section
+from .sections.run import read_run, run_of_model, run_section
 from .sections.similarity import expert_similarity, similarity_section
 
 __all__ = ["FILE", "write_report"]
@@ -67,7 +67,7 @@ def write_report(
     read = [read_run(_run_folder(source)) for source in sources]
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
     runs = [
-        run_section(run, classes, getattr(model, "origin", None))
+        run_section(run_of_model(run, model), classes, getattr(model, "origin", None))
         for run, model in zip(read, models, strict=True)
     ]
     names = _short_names([describe_source(source) for source in sources])

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import nn
+
 from ....checkpoints.source import Origin
+from ....convert.blocks import moe_layers
 from ....export.history import measures_ema
 from ....training.epoch_log import read_epochs
 from ....training.summary import FILE, read_summary
@@ -48,6 +51,16 @@ def read_run(folder: Path | None) -> Run:
         ValueError: if a file is damaged.
     """
     return Run() if folder is None else Run(_summary(folder), read_epochs(folder))
+
+
+def run_of_model(run: Run, model: nn.Module) -> Run:
+    """Leave out epochs of experts that a model does not have.
+
+    train.py writes a run of the same name to the same folder, where an earlier one may have left
+    its experts.json.
+    """
+    own = moe_layers(model).keys()
+    return replace(run, epochs=[entry for entry in run.epochs if entry["layers"].keys() <= own])
 
 
 def run_section(
