@@ -446,3 +446,16 @@ def test_every_vit_here_may_have_a_layer_before_its_classifier():
     for name in ("vit_xtiny", "t2t_i2_32"):
         model = timm.create_model(name, pre_logits=True, num_classes=7).eval()
         assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("family", ["vit_xtiny", "pit_xs_32", "swin_tiny_patch2_window4_32"])
+def test_the_dense_model_is_exported_as_timms_own(family, tmp_path):
+    model = timm.create_model(family, num_classes=5).eval()
+    exported = timm_moe.export_dense(model, tmp_path / "dense")
+    assert model.pretrained_cfg["architecture"] == family  # The caller's model is as it was.
+    ewa = timm.create_model(f"{family}_ewa_moe", num_classes=5)
+    assert exported.architecture == timm_moe.export_dense(ewa, tmp_path / "ewa").architecture
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'dense'}", pretrained=True).eval()
+    assert type(loaded).__module__.startswith("timm.")
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(loaded(images), model(images))

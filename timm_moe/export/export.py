@@ -13,6 +13,7 @@ from ..convert.blocks import moe_layers, parameters
 from ..convert.dense import to_dense_
 from ..files import check_apart, check_folder, holds_something, publish, staged
 from ..models.registered import registrar
+from ..models.small_data import state_as_stock
 from .formats import FILES, Format, architecture_of, layout_of
 from .history import history_of
 from .options import ModelOptions
@@ -261,6 +262,8 @@ def write_dense(
             f"training.{better}"
         )
     expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
+    if not layers:
+        state_as_stock(layout.model)
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
         del layers  # each layer goes before the next network is made

@@ -11,8 +11,10 @@ from timm.models import build_model_with_cfg, pit, swin_transformer
 from timm.models import vision_transformer as vit
 from timm.models.pit import PoolingVisionTransformer
 from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .ewa import expert_class
 from .locality import (
     LocalityAttention,
@@ -22,7 +24,7 @@ from .locality import (
     ShiftedPooling,
     check_flags,
 )
-from .mixin import moe_class, note_dense_form
+from .mixin import architecture_args, moe_class, note_dense_form
 from .registration import SIZES, register
 from .tokens_to_token import LocalT2TVisionTransformer
 from .vision_transformer import NAIVE, MoeVisionTransformer, PreLogitsVisionTransformer
@@ -202,10 +204,11 @@ class Family(NamedTuple):
     Attributes:
         description: one line about the model.
         dense: registered name of the dense model.
-        stock: the model of timm as which experts are exported if there is neither SPT nor LSA;
-            None if timm has none.
+        stock: the model of timm as which it is exported if there is neither SPT nor LSA; None if
+            timm has none.
+        stock_class: class of that model.
         args: arguments that make the stock class, or the dense class, this model.
-        dense_class: class of the dense model.
+        dense_class: class of the dense model with SPT or LSA.
         moe_class: class with experts, of the stock model.
         local_moe_class: class with experts, of the dense model with SPT or LSA.
         cfg: its pretrained config.
@@ -216,6 +219,7 @@ class Family(NamedTuple):
     description: str
     dense: str
     stock: str | None
+    stock_class: type[nn.Module] | None
     args: dict[str, Any]
     dense_class: type[nn.Module]
     moe_class: type[nn.Module]
@@ -229,6 +233,7 @@ _VIT = Family(
     description="ViT-XT/4 at 32 px.",
     dense="vit_xtiny",
     stock="vit_tiny_patch16_224",
+    stock_class=VisionTransformer,
     args=dict(img_size=32, patch_size=4, **SIZES["xtiny"]),
     dense_class=LocalVisionTransformer,
     moe_class=MoeVisionTransformer,
@@ -241,6 +246,7 @@ _PIT = Family(
     description="PiT-XS/2 at 32 px.",
     dense="pit_xs_32",
     stock="pit_xs_224",
+    stock_class=PoolingVisionTransformer,
     args=dict(
         img_size=32,
         patch_size=2,
@@ -261,6 +267,7 @@ _SWIN = Family(
     description="Swin-T/2 of three stages at 32 px.",
     dense="swin_tiny_patch2_window4_32",
     stock="swin_tiny_patch4_window7_224",
+    stock_class=SwinTransformer,
     args=dict(
         img_size=32,
         patch_size=2,
@@ -281,6 +288,7 @@ _T2T = Family(
     description="T2T-ViT of 12 blocks at 32 px.",
     dense="t2t_i2_32",
     stock=None,
+    stock_class=None,
     args=dict(
         img_size=32,
         patch_size=4,
@@ -309,12 +317,31 @@ def _moe_form(
     return family.moe_class, family.stock, {**family.args, **kwargs}
 
 
+def _dense_form(family: Family, kwargs: dict[str, Any]) -> tuple[type[nn.Module], dict[str, Any]]:
+    """Return the class and the arguments of a dense model: timm's class where it is enough."""
+    own = ("shifted_patches", "locality_attention", "pre_logits")
+    if family.stock_class is None or any(kwargs.get(flag, False) is not False for flag in own):
+        return family.dense_class, kwargs
+    return family.stock_class, {name: kwargs[name] for name in kwargs if name not in own}
+
+
+def state_as_stock(model: nn.Module) -> None:
+    """Name a dense model of this file as timm's own model with arguments, where it is one."""
+    cfg = get_pretrained_cfg(model)
+    family = _by_dense_name.get(cfg.get("architecture", ""))
+    if family is not None and type(model) is family.stock_class:
+        set_pretrained_cfg(model, {**cfg, "architecture": family.stock})
+        recorded = getattr(model, "_model_args", None) or {}
+        model._model_args = architecture_args({**family.args, **recorded})  # type: ignore[assignment]
+
+
 def _create(
     family: Family, name: str, moe_args: dict[str, Any], pretrained: bool, kwargs: dict[str, Any]
 ) -> nn.Module:
     """Build a model of a family; ``kwargs`` are the caller's."""
     if name == family.dense:
-        model_class, dense_form, dense_args = family.dense_class, family.dense, kwargs
+        model_class, dense_args = _dense_form(family, kwargs)
+        dense_form = family.dense
     else:
         model_class, dense_form, dense_args = _moe_form(family, kwargs)
 
@@ -344,7 +371,8 @@ def _register(family: Family, name: str, description: str, **moe_args: Any) -> N
     )
 
 
-for _family in (_VIT, _PIT, _SWIN, _T2T):
+_by_dense_name = {family.dense: family for family in (_VIT, _PIT, _SWIN, _T2T)}
+for _family in _by_dense_name.values():
     _register(_family, _family.dense, _family.description)
     _register(_family, f"{_family.dense}_ewa_moe", f"EWA {_family.description}")
 _register(_VIT, "vit_xtiny_moe", "Naive MoE ViT-XT/4 at 32 px.", **NAIVE)
