@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import torch
 
-from timm_moe.training.summary import FILE, read_summary
+from timm_moe.training.summary import read_summary
 
 from .deploy import Deployment
 from .images import Part
@@ -184,8 +184,7 @@ class Run:
 
     def progress(self) -> float:
         """Compute the fraction of its epochs that are over."""
-        summary = self.folder / "train" / FILE
-        rows = read_summary(summary, ()) if summary.exists() else []
+        rows = read_summary(self.folder / "train", ())
         return max((row["epoch"] + 1 for row in rows), default=0) / self._epochs()
 
     def images_to_see(self) -> int:
@@ -231,7 +230,7 @@ class Run:
     def _curve(self) -> list[dict[str, float]]:
         """Read losses and top-1 of each epoch that train.py evaluated, from its summary.csv."""
         keys = ("train_loss", "eval_loss", "eval_top1")
-        rows = read_summary(self.folder / "train" / FILE, keys)
+        rows = read_summary(self.folder / "train", keys)
         known = {int(row["epoch"]): row for row in rows if "eval_loss" in row}
         return [
             {"epoch": epoch, **{key: known[epoch][key] for key in keys}} for epoch in sorted(known)

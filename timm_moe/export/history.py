@@ -17,10 +17,9 @@ from ..checkpoints.source import Origin
 from ..checkpoints.stated import ENTRY, SOURCE_PREFIXES
 from ..console import describe
 from ..convert.blocks import moe_layers, parameters
-from ..files import require_file
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
-from ..training.summary import FILE, read_summary
+from ..training.summary import read_summary
 
 #: Options of train.py that are kept where they are set. None of them is a path.
 _TRAINING_OPTIONS = (
@@ -257,7 +256,7 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
 
     epoch = origin.epoch if type(origin.epoch) is int and is_single(origin.epoch) else None
     measured = args.get("eval_metric") or ("map" if args.get("task") == "multilabel" else "top1")
-    metrics = _summary(Path(origin.place).parent / FILE, measured, epoch, origin.metric)
+    metrics = _summary(Path(origin.place).parent, measured, epoch, origin.metric)
     return History(
         file=public(origin.place),
         options=_options(args, dataset),
@@ -314,18 +313,15 @@ def _named_dataset(args: dict[str, Any]) -> tuple[str, str | None]:
     return reader, name if is_named else None
 
 
-def _summary(file: Path, measured: Any, epoch: int | None, metric: Any) -> dict[str, int | float]:
+def _summary(folder: Path, measured: Any, epoch: int | None, metric: Any) -> dict[str, int | float]:
     """Read the metrics that were written with a checkpoint in summary.csv.
 
     They are empty if the file, or the row of the checkpoint, is missing.
     """
-    if not file.exists():
-        return {}
-    require_file(file, file.parent)
     found: dict[str, int | float] = {}
     try:
         at_checkpoint = {"epoch": epoch, f"eval_{measured}": float(metric)}
-        for row in read_summary(file, [f"eval_{name}" for name in {*METRICS, measured}]):
+        for row in read_summary(folder, [f"eval_{name}" for name in {*METRICS, measured}]):
             if at_checkpoint.items() <= row.items():
                 found = {name: row[f"eval_{name}"] for name in METRICS if f"eval_{name}" in row}
     except (TypeError, ValueError):  # no metric, another run's file, or a damaged one

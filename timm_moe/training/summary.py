@@ -5,25 +5,30 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..console import describe
-from ..files import read_text
+from ..files import read_text, require_file
 
 FILE = "summary.csv"
 
 
-def read_summary(file: Path, columns: Collection[str]) -> list[dict[str, float]]:
+def read_summary(folder: Path, columns: Collection[str]) -> list[dict[str, float]]:
     """Read the rows of train.py's table in the order of the file.
 
     Args:
-        file: the table.
+        folder: the run's folder, out of which the table must not lead.
         columns: names of the columns to read, beside ``epoch``.
 
     Returns:
-        The numbers of each row by column. A value that is not there is left out, as is the second
-        head that a resumed run writes. Rows of an earlier run in the same folder are kept.
+        The numbers of each row by column; none if there is no table. A value that is not there is
+        left out, as is the second head that a resumed run writes. Rows of an earlier run in the
+        same folder are kept.
 
     Raises:
-        ValueError: if the file is not such a table.
+        ValueError: if the file is not such a table, or leads out of the folder.
     """
+    file = folder / FILE
+    if not file.exists():
+        return []
+    require_file(file, folder)
     try:
         return [
             {name: float(row[name]) for name in ("epoch", *columns) if row.get(name)}

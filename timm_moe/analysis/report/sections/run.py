@@ -14,7 +14,7 @@ from ....checkpoints.source import Origin
 from ....convert.blocks import moe_layers
 from ....export.history import measures_ema
 from ....training.epoch_log import read_epochs
-from ....training.summary import FILE, read_summary
+from ....training.summary import read_summary
 from .. import charts
 from ..page import Part, Section
 from .routing import DEAD
@@ -148,9 +148,8 @@ def _summary(folder: Path) -> list[dict[str, Any]]:
     If an epoch is there again, its earlier row and the rows after that are another run's and left
     out.
     """
-    file = folder / FILE
     rows: list[dict[str, Any]] = []
-    for row in read_summary(file, COLUMNS) if file.exists() else []:
+    for row in read_summary(folder, COLUMNS):
         while rows and rows[-1]["epoch"] >= row["epoch"]:
             rows.pop()
         rows.append({**row, "epoch": int(row["epoch"])})
