@@ -19,7 +19,7 @@ from ..console import describe
 from ..convert.blocks import moe_layers, parameters
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
-from ..training.summary import read_summary
+from ..training.summary import DamagedTable, read_summary
 
 #: Options of train.py that are kept where they are set. None of them is a path.
 _TRAINING_OPTIONS = (
@@ -318,14 +318,15 @@ def _summary(folder: Path, measured: Any, epoch: int | None, metric: Any) -> dic
 
     They are empty if the file, or the row of the checkpoint, is missing.
     """
-    found: dict[str, int | float] = {}
     try:
-        at_checkpoint = {"epoch": epoch, f"eval_{measured}": float(metric)}
-        for row in read_summary(folder, [f"eval_{name}" for name in {*METRICS, measured}]):
-            if at_checkpoint.items() <= row.items():
-                found = {name: row[f"eval_{name}"] for name in METRICS if f"eval_{name}" in row}
-    except (TypeError, ValueError):  # no metric, another run's file, or a damaged one
+        rows = read_summary(folder, [f"eval_{name}" for name in {*METRICS, measured}])
+    except DamagedTable:
         return {}
+    found: dict[str, int | float] = {}
+    at_checkpoint = {"epoch": epoch, f"eval_{measured}": metric}
+    for row in rows:
+        if at_checkpoint.items() <= row.items():
+            found = {name: row[f"eval_{name}"] for name in METRICS if f"eval_{name}" in row}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 

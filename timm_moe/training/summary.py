@@ -10,6 +10,10 @@ from ..files import read_text, require_file
 FILE = "summary.csv"
 
 
+class DamagedTable(ValueError):
+    """Error of a file that is not the table which train.py writes."""
+
+
 def read_summary(folder: Path, columns: Collection[str]) -> list[dict[str, float]]:
     """Read the rows of train.py's table in the order of the file.
 
@@ -23,7 +27,9 @@ def read_summary(folder: Path, columns: Collection[str]) -> list[dict[str, float
         same folder are kept.
 
     Raises:
-        ValueError: if the file is not such a table, or leads out of the folder.
+        DamagedTable: if the file is not such a table.
+        ValueError: if it leads out of the folder.
+        OSError: if it is a pipe or a device.
     """
     file = folder / FILE
     if not file.exists():
@@ -36,6 +42,6 @@ def read_summary(folder: Path, columns: Collection[str]) -> list[dict[str, float
             if (row.get("epoch") or "").isdecimal()
         ]
     except (ValueError, csv.Error) as error:
-        raise ValueError(
+        raise DamagedTable(
             f"{file} is damaged: it is not the table that train.py writes ({describe(error)})."
         ) from error
