@@ -431,9 +431,11 @@ def require_config(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}.")
     if not (folder / "config.json").exists():
+        last = folder / "last.pth.tar"
+        file = f", such as {last}," if last.exists() else ""
         raise FileNotFoundError(
-            f"The folder {folder} has no config.json: name a checkpoint or a file of weights in it "
-            "instead, and for weights alone their --model."
+            f"The folder {folder} has no config.json: name a checkpoint or a file of weights in "
+            f"it{file} instead, and for weights alone their --model."
         )
 
 

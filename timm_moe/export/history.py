@@ -29,6 +29,7 @@ _TRAINING_OPTIONS = (
     "grad_accum_steps",
     "world_size",
     "opt",
+    "opt_kwargs",
     "lr",
     "weight_decay",
     "clip_grad",
@@ -39,6 +40,7 @@ _TRAINING_OPTIONS = (
     "smoothing",
     "mixup",
     "cutmix",
+    "scale",
     "aa",
     "reprob",
     "drop",
@@ -55,6 +57,7 @@ _TRAINING_OPTIONS = (
 #: Options that mean nothing unless another one is set.
 _DEPENDENT_OPTIONS = {
     "amp": ("amp_dtype",),
+    "mixup": ("mixup_prob",),
     "model_ema": ("model_ema_decay",),
     "kd_model_name": (
         "kd_distill_type",
@@ -290,7 +293,7 @@ def _options(args: dict[str, Any], dataset: str | None) -> dict[str, str]:
     return {
         name: public(value)
         for name, value in options.items()
-        if value not in (None, False, "") or (name == "seed" and value == 0)
+        if value not in (None, False, "", {}) or (name == "seed" and value == 0)
     }
 
 

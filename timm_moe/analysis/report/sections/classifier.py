@@ -20,6 +20,10 @@ _BETTER = (
     "higher for accuracy and AUROC. KL, cosine and disagreement say how far members differ, which "
     "is neither good nor bad by itself; KL is the divergence of the earlier member from the later."
 )
+_ONE_RUN = (
+    " Each column is one run, and runs that differ in their seed alone differ too: timm-moe "
+    "compare takes several of each method."
+)
 #: Difference of confidence and accuracy up to which a model is not called over- or under-confident.
 TOLERANCE = 0.01
 #: Pairs of classes that are shown as confused.
@@ -57,7 +61,7 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
     else:
         other = "--ood-data-dir DIR puts the images of other classes beside them."
     parts = [
-        Part("The figures", _BETTER, table=table),
+        Part("The figures", _BETTER + (_ONE_RUN if several else ""), table=table),
         Part(
             "Is it as sure as it is right?", " ".join(sure), charts.reliability(reliable).to_dict()
         ),
