@@ -12,8 +12,8 @@ from ..checkpoints.source import load_source, own_copy
 from ..convert.blocks import moe_layers, parameters
 from ..convert.dense import to_dense_
 from ..files import check_apart, check_folder, holds_something, publish, staged
+from ..models.mixin import state_as_stock
 from ..models.registered import registrar
-from ..models.small_data import state_as_stock
 from .formats import FILES, Format, architecture_of, layout_of
 from .history import history_of
 from .options import ModelOptions

@@ -148,6 +148,20 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
         model.dense_args = architecture_args(kwargs)
 
 
+def state_as_stock(model: nn.Module) -> None:
+    """Name a dense model of a name of this package as timm's own model, where it is one.
+
+    It then has as ``stock_form`` the name and the arguments of timm's.
+    """
+    form = vars(model).pop("stock_form", None)
+    if form is None:
+        return
+    architecture, args = form
+    set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": architecture})
+    recorded = getattr(model, "_model_args", None) or {}
+    model._model_args = architecture_args({**args, **recorded})  # type: ignore[assignment]
+
+
 def moe_class(stock_class: type[nn.Module], module: str) -> Any:
     """Make ``Moe<Class>``, the class with expert layers, for the module of this name."""
     name = stock_class.__name__

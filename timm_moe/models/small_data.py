@@ -14,7 +14,6 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .ewa import expert_class
 from .locality import (
     LocalityAttention,
@@ -24,7 +23,7 @@ from .locality import (
     ShiftedPooling,
     check_flags,
 )
-from .mixin import architecture_args, moe_class, note_dense_form
+from .mixin import moe_class, note_dense_form
 from .registration import SIZES, register
 from .tokens_to_token import LocalT2TVisionTransformer
 from .vision_transformer import NAIVE, MoeVisionTransformer, PreLogitsVisionTransformer
@@ -325,16 +324,6 @@ def _dense_form(family: Family, kwargs: dict[str, Any]) -> tuple[type[nn.Module]
     return family.stock_class, {name: kwargs[name] for name in kwargs if name not in own}
 
 
-def state_as_stock(model: nn.Module) -> None:
-    """Name a dense model of this file as timm's own model with arguments, where it is one."""
-    cfg = get_pretrained_cfg(model)
-    family = _by_dense_name.get(cfg.get("architecture", ""))
-    if family is not None and type(model) is family.stock_class:
-        set_pretrained_cfg(model, {**cfg, "architecture": family.stock})
-        recorded = getattr(model, "_model_args", None) or {}
-        model._model_args = architecture_args({**family.args, **recorded})  # type: ignore[assignment]
-
-
 def _create(
     family: Family, name: str, moe_args: dict[str, Any], pretrained: bool, kwargs: dict[str, Any]
 ) -> nn.Module:
@@ -361,6 +350,8 @@ def _create(
         **args,
     )
     note_dense_form(model, dense_form, dense_args)
+    if model_class is family.stock_class:
+        model.stock_form = family.stock, family.args  # type: ignore[assignment]
     return model
 
 
@@ -371,8 +362,7 @@ def _register(family: Family, name: str, description: str, **moe_args: Any) -> N
     )
 
 
-_by_dense_name = {family.dense: family for family in (_VIT, _PIT, _SWIN, _T2T)}
-for _family in _by_dense_name.values():
+for _family in (_VIT, _PIT, _SWIN, _T2T):
     _register(_family, _family.dense, _family.description)
     _register(_family, f"{_family.dense}_ewa_moe", f"EWA {_family.description}")
 _register(_VIT, "vit_xtiny_moe", "Naive MoE ViT-XT/4 at 32 px.", **NAIVE)
