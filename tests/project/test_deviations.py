@@ -11,7 +11,7 @@ SECTIONS = {
     "vmoe": "V-MoE and Switch",
     "vimoe": "ViMoE",
     "widenet": "WideNet",
-    "pbe": "pBE / E³",
+    "pbe": "pBE",
     "ones": "OneS",
     "soft_moe": "Soft MoE and Expert Choice",
     "swin_moe": "Swin-MoE",
