@@ -1,5 +1,7 @@
 """A checkpoint that does not fit: the message names the option that differs."""
 
+import argparse
+
 import pytest
 import timm
 import torch
@@ -79,6 +81,14 @@ def test_what_weights_do_not_show_is_told(tmp_path, caplog):
     torch.save(make_model("vit_tiny_patch16_224").state_dict(), file)
     load_source(file, ModelSpec(EWA, 5, OPTIONS))
     assert "holds a dense model, so that all experts are copies" in caplog.text
+
+
+def test_arguments_without_a_model_still_describe_it(tmp_path):
+    file = tmp_path / "a.pth"
+    model = make_model("vit_tiny_moe", top_k=2)
+    args = argparse.Namespace(num_classes=5, model_kwargs={**OPTIONS, "top_k": 2})
+    torch.save({"state_dict": model.state_dict(), "args": args}, file)
+    assert load_source(file, ModelSpec("vit_tiny_moe")).blocks[1].mlp.router.top_k == 2
 
 
 def test_arguments_of_train_py_may_be_a_dict(tmp_path):

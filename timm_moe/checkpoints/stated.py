@@ -127,7 +127,7 @@ def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     args = checkpoint.get("args")
     if isinstance(args, Namespace):
         args = vars(args)
-    if not isinstance(args, dict) or "model" not in args:  # another trainer's
+    elif not isinstance(args, dict) or "model" not in args:  # another trainer's
         return {}
     return {name: _flattened(value) for name, value in args.items()}
 

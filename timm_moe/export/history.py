@@ -322,7 +322,7 @@ def _summary(folder: Path, measured: Any, epoch: int | None, metric: Any) -> dic
     They are empty if the file, or the row of the checkpoint, is missing.
     """
     try:
-        rows = read_summary(folder, [f"eval_{name}" for name in {*METRICS, measured}])
+        rows = read_summary(folder, [f"eval_{name}" for name in (*METRICS, measured)])
     except DamagedTable:
         return {}
     found: dict[str, int | float] = {}
