@@ -1,6 +1,7 @@
 """Comparison of methods by runs of train.py that are paired by seed, on one folder of images."""
 
 import glob
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ try:
     from .intervals import LEAST_PAIRS, half_width, verdict
 except ModuleNotFoundError as error:
     raise ImportError(f"Comparing needs {error.name}: pip install 'timm_moe[evaluate]'.") from error
+
+_logger = logging.getLogger(__name__)
 
 #: Where train.py writes its experiments, unless --output says otherwise.
 EXPERIMENTS = Path("output", "train")
@@ -144,7 +147,12 @@ def find_runs(arguments: Sequence[str]) -> list[Run]:
             raise ValueError(f"{name} is named twice: a run cannot be compared with itself.")
     if len(runs) < 2:
         raise ValueError(f"Two runs at least are compared, got {len(runs)}.")
-    if len({run.group for run in runs}) == 1:  # "first" and "second" are methods of one run each
+    if len({run.group for run in runs}) == 1:
+        _logger.info(
+            "All runs are of %s, so each is compared with the first: name the runs of another "
+            "method too to compare methods.",
+            runs[0].group,
+        )
         runs = [Run(run.name, run.source, run.name) for run in runs]
     return runs
 

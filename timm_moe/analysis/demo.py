@@ -176,8 +176,11 @@ def train(
     images, labels = train_set
     generator = torch.Generator().manual_seed(seed)
     steps = runs[0].epochs * runs[0].steps_per_epoch
-    progress = tqdm(total=steps, unit="step", desc="training", disable=None)  # None: off in a pipe
-    for epoch in range(runs[0].epochs):
+    # A terminal gets a bar, a pipe or a log some lines.
+    progress = tqdm(total=steps, unit="step", desc="training", disable=None)
+    epochs = runs[0].epochs
+    epochs_of_line = max(epochs // 10, 1)
+    for epoch in range(epochs):
         for run in runs:
             run.model.train()
         order = torch.randperm(len(labels), generator=generator)
@@ -194,6 +197,9 @@ def train(
                 right = run.model.eval()(test_set[0]).argmax(1) == test_set[1]
             run.accuracies.append(right.float().mean().item() * 100)
             run.scheduler.step(epoch + 1)
+        if progress.disable and (epoch + 1) % epochs_of_line == 0:
+            accuracies = ", ".join(f"{run.name} {run.accuracies[-1]:.1f} %" for run in runs)
+            show(f"Epoch {epoch + 1} of {epochs}: {accuracies} of the test images right")
     progress.close()
 
 

@@ -57,6 +57,9 @@ class ModelInfo:
     gflops: float
     input_size: tuple[int, ...]  #: (channels, height, width) of that image
     number_varies: bool = False  #: whether tokens pass through different numbers of experts
+    #: the dense model to compare with, with its arguments as for ``--model-kwargs``; None if there
+    #: is none of a registered name
+    dense_twin: str | None = None
 
     def rows(self) -> dict[str, str]:
         """Write the sizes, by labels to show."""
@@ -64,6 +67,7 @@ class ModelInfo:
             "input": "x".join(str(size) for size in self.input_size),
             "experts": self._experts(),
             **({"expert layers": ", ".join(self.moe_layers)} if self.moe_layers else {}),
+            **({"dense twin": self.dense_twin} if self.dense_twin else {}),
             "parameters, training": f"{self.total:,}",
             "parameters, activated": f"{self.activated:,} per token",
             **({} if self.exported is None else {"parameters, exported": f"{self.exported:,}"}),
@@ -140,7 +144,16 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
         number_varies=any(layer.router.number_varies for layer in layers),
+        dense_twin=_dense_twin(model),
     )
+
+
+def _dense_twin(model: nn.Module) -> str | None:
+    """Write the dense model that a model was made from, with its arguments."""
+    name = getattr(model, "dense_architecture", None)
+    args = getattr(model, "dense_args", None) or {}
+    options = [f"{option}={value}" for option, value in args.items() if option != "num_classes"]
+    return name and " ".join([name, *(["--model-kwargs", *options] if options else [])])
 
 
 def activation_bytes(model: nn.Module, batch: int) -> int:
