@@ -210,43 +210,43 @@ def test_export(ewa_vit, tmp_path, capsys):
         ),
         (
             ["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=1,12"],
-            "names block 12, but the model has blocks 0 to 11",
+            "block 12, but the model has blocks 0 to 11",
         ),
         (
             ["info", "vit_small_ewa_moe", "--model-kwargs", "num_experts=0"],
-            "num_experts must be an integer of at least 1",
+            "num_experts must",
         ),
         (
             ["info", "vit_small_ewa_moe", "--model-kwargs", "share_rate=0.9"],
-            "share_rate must lie between 0 and",
+            "share_rate must",
         ),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "nonsense=1"], "nonsense"),
         (
             ["info", "vmoe_b16", "--model-kwargs", "num_expert=8"],
-            "unexpected keyword argument 'num_expert'; did you mean num_experts?",
+            "'num_expert'; did you mean num_experts?",
         ),
-        (["info", "vit_small_patch16_224", "--batch", "0"], "--batch must be at least 1, got 0"),
+        (["info", "vit_small_patch16_224", "--batch", "0"], "--batch must"),
         (["info", "no_such_model"], "Unknown model (no_such_model)"),
-        (["export", "missing.pth", "out"], "missing.pth is neither a file nor a folder"),
-        (["export", "user/name", "out"], "a repository on the Hub is written hf-hub:user/name"),
-        (["export", "missing.pth", "../out/name"], "missing.pth is neither a file nor a folder"),
-        (["list", "small"], "No model of timm_moe matches 'small'"),
+        (["export", "missing.pth", "out"], "missing.pth is neither"),
+        (["export", "user/name", "out"], "hf-hub:user/name"),
+        (["export", "missing.pth", "../out/name"], "missing.pth is neither"),
+        (["list", "small"], "matches 'small'"),
         (
             ["info", "vit_small_ewa_moe", "--model-kwargs", "moe_layers=1.5"],
             "moe_layers must be 'every-n'",
         ),
         (
             ["info", "vit_small_ewa_moe", "--model-kwargs", "share_schedule=[1]"],
-            "share_schedule must be one of",
+            "share_schedule must",
         ),
         (
             ["info", "vit_small_ewa_moe", "--model-kwargs", "share_rate=high"],
-            "share_rate must lie between 0 and",
+            "share_rate must",
         ),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "num_heads=7"], "num_heads"),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "patch_size=0"], "zero"),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "act_layer=nonsense"], "nonsense"),
-        (["demo", "--epochs", "0"], "epochs must be at least 1, got 0"),
+        (["demo", "--epochs", "0"], "epochs must"),
     ],
 )
 @pytest.mark.first_case
@@ -348,6 +348,7 @@ def test_demo(tmp_path, capsys):
     pytest.importorskip("sklearn")
     assert main(["demo", "--output", str(tmp_path / "demo"), "--epochs", "2"]) == 0
     out = capsys.readouterr().out
+    assert "Epoch 2 of 2: dense " in out  # progress without a terminal
     assert "500 of 500 predictions are the same, largest difference of an output 0" in out
     assert "parameters after export            136,138       136,138" in out
     assert (tmp_path / "demo/training.png").stat().st_size > 10_000

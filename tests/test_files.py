@@ -113,9 +113,7 @@ def test_a_folder_where_a_file_must_be_written_is_told_first(ewa_vit, tmp_path, 
     monkeypatch.setattr(
         timm.models.VisionTransformer, "forward", lambda *_: pytest.fail("A model was run.")
     )
-    with pytest.raises(
-        IsADirectoryError, match=f"{name} is a folder, where a file must be written"
-    ):
+    with pytest.raises(IsADirectoryError, match=f"{name} is a folder"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit", overwrite=True)
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
@@ -164,15 +162,13 @@ def test_outputs_that_nothing_can_be_written_to(tmp_path):
             check_writable(tmp_path / name, overwrite=True)
     for name, message in (
         ("file", "is a file"),
-        ("gone", "broken symbolic link: remove it"),
+        ("gone", "broken symbolic link"),
         ("loop", "link"),
     ):
         with pytest.raises(OSError, match=message):
             check_folder(tmp_path / name, NAMES)
     for check in (check_writable, lambda file: check_folder(file, NAMES)):
-        with pytest.raises(
-            NotADirectoryError, match=r"file is a file, so .*file/a/b cannot be made in it"
-        ):
+        with pytest.raises(NotADirectoryError, match=r"file is a file, .*file/a/b"):
             check(tmp_path / "file/a/b")
 
 
@@ -184,9 +180,7 @@ def test_a_folder_that_the_user_must_not_write_to(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
     for check in (check_writable, lambda file: check_folder(file, NAMES)):
-        with pytest.raises(
-            PermissionError, match=r"^\S*/a/b could not be written: Permission denied\.$"
-        ):
+        with pytest.raises(PermissionError, match=r"^\S*/a/b .*Permission denied\.$"):
             check(tmp_path / "a/b")
     assert not list(tmp_path.iterdir())
 
@@ -281,7 +275,7 @@ def test_racing_processes_never_mix_what_belongs_together(tmp_path, new):
 def test_the_second_export_is_refused_in_a_sentence(ewa_vit, tmp_path):
     with (
         staged(tmp_path / "vit"),
-        pytest.raises(BlockingIOError, match=r"Another process is writing \S*vit: wait"),
+        pytest.raises(BlockingIOError, match=r"Another process .*vit: "),
     ):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     with staged(tmp_path / "other"):  # does not stand in the way
@@ -301,7 +295,7 @@ def test_what_came_meanwhile_is_not_overwritten_unasked(ewa_vit, tmp_path, monke
         return target
 
     monkeypatch.setattr("timm_moe.export.export.check_target", check_and_be_late)
-    with pytest.raises(FileExistsError, match="is not empty; pass --overwrite"):
+    with pytest.raises(FileExistsError, match=r"not empty.*--overwrite"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert sorted(os.listdir(tmp_path / "vit")) == sorted(NAMES)
 

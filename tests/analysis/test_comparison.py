@@ -113,7 +113,8 @@ def experiments(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_runs_are_found_by_name_by_folder_and_by_file(experiments):
+def test_runs_are_found_by_name_by_folder_and_by_file(experiments, caplog):
+    caplog.set_level("INFO")
     names = [(run.name, run.group) for run in find_runs(["dense-*", "ewa-*", "my-vit"])]
     assert names == [
         ("dense-0", "dense"),
@@ -130,15 +131,17 @@ def test_runs_are_found_by_name_by_folder_and_by_file(experiments):
     assert find_runs(folders)[0].source == "output/train/dense-0/last.pth.tar"
     two = [(run.name, run.group) for run in find_runs(["dense-0", "dense-1"])]
     assert two == [("dense-0", "dense-0"), ("dense-1", "dense-1")]
+    (told,) = caplog.messages
+    assert told.startswith("All runs are of dense,")
     assert find_runs(["hf-hub:a/b-1", "my-vit"])[0].group == "hf-hub:a/b"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dense-*", "moe-*"], r"moe-\* is no run: neither here nor in output"),
+        (["dense-*", "moe-*"], r"moe-\* is no run"),
         (["dense-0", "dense-*"], r"dense-0/last\.pth\.tar is named twice"),
-        (["dense-0"], "Two runs at least are compared, got 1"),
+        (["dense-0"], r"Two runs .*got 1\."),
     ],
 )
 def test_runs_that_are_not_there(experiments, arguments, message):
@@ -157,7 +160,8 @@ def test_two_runs_of_a_method_with_one_seed_are_refused(tmp_path, monkeypatch, c
         save_as_train_py(file, make_model(model), model, seed=42, img_size=32)
     assert main(["compare", "dense-*", "ewa-*", "--data-dir", "data", *HERE]) == 1
     error = capsys.readouterr().err
-    assert "dense-0 and dense-1, runs of dense, have the same seed, 42" in error
+    assert "dense-0 and dense-1, runs of dense, " in error
+    assert "same seed, 42" in error
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -168,7 +172,7 @@ def test_a_checkpoint_that_is_read_is_not_written_over(experiments, capsys, opti
     before = file.read_bytes()
     arguments = ["dense-*", "ewa-*", "--data-dir", "data", *HERE]
     assert main(["compare", *arguments, option, str(file), "--overwrite"]) == 1
-    assert "which is read: write elsewhere" in capsys.readouterr().err
+    assert "which is read" in capsys.readouterr().err
     assert file.read_bytes() == before
 
 

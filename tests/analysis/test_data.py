@@ -198,7 +198,7 @@ class TestAsValidatePy:
     @pytest.mark.parametrize("add", [add_hidden, add_loose])
     def test_a_folder_that_is_a_class_by_mistake_does_not_fit_the_model(self, folder, model, add):
         add(folder / "val")
-        with pytest.raises(ValueError, match=r"val has 6 classes, but .* has 5"):
+        with pytest.raises(ValueError, match=r"val has 6 classes, .* 5\b"):
             evaluate([model], image_folder(folder), inference=HERE)
 
 
@@ -273,12 +273,12 @@ class TestClassMap:
     def test_a_name_that_is_none_of_a_folder_beside_a_folder_without_one_is_refused(
         self, folder, content
     ):
-        with pytest.raises(ValueError, match=r"classes\.txt lacks '(class3|class0)', a folder of"):
+        with pytest.raises(ValueError, match=r"classes\.txt lacks '(class3|class0)'"):
             self.images(folder, content)
 
     def test_an_empty_class_beside_another_does_not_shift_the_labels(self, folder):
         add_empty(folder / "val")
-        with pytest.raises(ValueError, match=r"lacks 'extra', a folder of .* and names 'class0',"):
+        with pytest.raises(ValueError, match=r"lacks 'extra', .*'class0'"):
             self.images(folder, CLASSES)
 
     def test_some_folders_may_be_taken(self, folder, caplog):
@@ -317,7 +317,7 @@ class TestClassMap:
         """
         images = self.images(folder, [*CLASSES[:3], "", *CLASSES[3:]])
         assert class_names(images) == [*CLASSES[:3], "", *CLASSES[3:]]
-        with pytest.raises(ValueError, match=r"has 6 classes, but .* has 5"):
+        with pytest.raises(ValueError, match=r"has 6 classes, .* 5\b"):
             evaluate([model], images, inference=HERE)
 
     def test_one_that_is_not_there(self, folder):
@@ -357,32 +357,25 @@ class TestOrder:
         by_timm = save_with_names(model, tmp_path / "a", ["1", "2", "3", "4", "10"])
         by_string = save_with_names(model, tmp_path / "b", list(self.NUMBERS))
         with pytest.raises(
-            ValueError, match=r"has '10' as class 1 \(by its class map\), but .* as class 4: state"
+            ValueError, match=r"'10' as class 1 \(by its class map\), .*class 4: .*--class-map"
         ):
             load_classifiers([by_timm], self.by_string(numbered))
         for other in (by_timm, model):  # one that names no classes has them in timm's order
-            with pytest.raises(
-                ValueError, match=r"has '10' as class 1 \(by .*b\), but .* as class 4"
-            ):
+            with pytest.raises(ValueError, match=r"'10' as class 1 \(.*b\), .*class 4"):
                 load_classifiers([by_string, other], image_folder(numbered))
-            with pytest.raises(
-                ValueError, match=r"has '2' as class 1 \(by the order of .*\), but .*b as class 2"
-            ):
+            with pytest.raises(ValueError, match=r"'2' as class 1 \(.*order.*\), .*b as class 2"):
                 load_classifiers([other, by_string], image_folder(numbered))
 
     def test_classes_that_the_model_lacks_are_named(self, numbered, tmp_path):
         model = save_with_names(
             make_model("vit_tiny_patch16_224", num_classes=4), tmp_path / "a", ["1", "2", "3", "4"]
         )
-        with pytest.raises(ValueError, match=r"val has 5 classes, but .*a has 4, without '10'\.$"):
+        with pytest.raises(ValueError, match=r"val has 5 classes, .*4, without '10'\.$"):
             load_classifiers([model], image_folder(numbered))
 
     def test_shifted_classes_are_refused_by_name(self, numbered, model, tmp_path):
         shifted = save_with_names(model, tmp_path / "a", ["0", "1", "2", "3", "4"])
-        with pytest.raises(
-            ValueError,
-            match=r"has '1' as class 0 \(by the order of its folders\), but .* as class 1",
-        ):
+        with pytest.raises(ValueError, match=r"'1' as class 0 \(.*folders\), .*class 1"):
             load_classifiers([shifted], image_folder(numbered))
 
     @pytest.mark.parametrize("other", ["CLASS0", "class00"])
@@ -390,7 +383,7 @@ class TestOrder:
         """timm sorts a set by a key that is the same for both."""
         shutil.copytree(folder / "val/class0", folder / "val" / other)
         with pytest.raises(
-            ValueError, match=rf"has the classes '{other}' and 'class0'|'class0' and '{other}'"
+            ValueError, match=rf"('{other}' and 'class0'|'class0' and '{other}'), .*--class-map"
         ):
             image_folder(folder)
 
@@ -401,7 +394,7 @@ def test_a_link_to_what_is_no_image_is_refused(folder, model, target):
     file = folder / "val/class3/1.png"
     file.unlink()
     file.symlink_to(target)
-    with pytest.raises(ValueError, match=r"^The image .*class3/1\.png cannot be read: [^\n]+$"):
+    with pytest.raises(ValueError, match=r"^.*class3/1\.png cannot be read: .+$"):
         evaluate([model], image_folder(folder), inference=HERE)
 
 
@@ -429,9 +422,7 @@ def test_no_image_starts_a_program(folder, model, ghostscript, road):
     if road == "masks":
         images = MaskedImages(folder / "val/class3", folder / "val/class3", preprocessing(model))
         images.pairs = [images.pairs[1]]
-    with pytest.raises(
-        ValueError, match=r"^The image .*class3/1\.png cannot be read: cannot identify image file"
-    ):
+    with pytest.raises(ValueError, match=r"^.*class3/1\.png cannot be read: .*identify"):
         evaluate([model], images, inference=HERE) if road == "evaluate" else list(images)
     assert not ghostscript.exists()
 
@@ -471,10 +462,8 @@ class TestModes:
     def test_a_class_map_of_the_training_is_told(self, folder, model, tmp_path, caplog):
         checkpoint = save(model, tmp_path / "a.pth.tar", class_map="names.txt")
         load_classifiers([checkpoint], image_folder(folder), inference=HERE)
-        assert (
-            "was trained with the class map 'names.txt': without it (--class-map) the labels may"
-            in caplog.text
-        )
+        assert "class map 'names.txt'" in caplog.text
+        assert "--class-map" in caplog.text
         caplog.clear()
         (folder / "names.txt").write_text("\n".join(CLASSES))
         images = image_folder(folder, class_map=str(folder / "names.txt"))
@@ -530,22 +519,22 @@ def test_the_results_of_fewshot_are_printed_in_every_locale(tmp_path, monkeypatc
 def test_pipes_are_told_of(tmp_path):
     write_images(tmp_path, {"val": 1})
     os.mkfifo(tmp_path / "map.txt")
-    with pytest.raises(OSError, match=r"map\.txt is a pipe or a device"):
+    with pytest.raises(OSError, match=r"map\.txt is a pipe"):
         image_folder(tmp_path, class_map=str(tmp_path / "map.txt"))
-    with pytest.raises(OSError, match=r"map\.txt is a pipe or a device"):
+    with pytest.raises(OSError, match=r"map\.txt is a pipe"):
         read_names(tmp_path / "map.txt")
     os.mkfifo(tmp_path / "val" / "class0" / "1.png")
     images = image_folder(tmp_path)
-    with pytest.raises(UnreadableImage, match=r"1\.png is a pipe or a device"):
+    with pytest.raises(UnreadableImage, match=r"1\.png is a pipe"):
         list(images)
 
 
 def test_a_name_that_timm_cannot_sort_is_told_of(tmp_path):
     write_images(tmp_path, {"val": 1})
     (tmp_path / "val" / "class0" / "0.png").rename(tmp_path / "val" / "class0" / "1²3.png")
-    with pytest.raises(ValueError, match=r"cannot list .*: invalid literal .* '²'"):
+    with pytest.raises(ValueError, match=r"cannot list .*'²'"):
         image_folder(tmp_path)
-    with pytest.raises(ValueError, match=r"cannot list .*: invalid literal .* '²'"):
+    with pytest.raises(ValueError, match=r"cannot list .*'²'"):
         pair_files(tmp_path / "val", tmp_path / "val")
 
 
@@ -563,4 +552,4 @@ def test_no_output_goes_where_images_are_read(tmp_path, capsys, command):
         "masks": [*common, str(tmp_path / "masks"), f"--segmentation={tmp_path}/masks"],
     }[command]
     assert main([command.replace("masks", "routes"), *arguments]) == 1
-    assert "whose images are read: write elsewhere" in capsys.readouterr().err
+    assert "whose images are read" in capsys.readouterr().err

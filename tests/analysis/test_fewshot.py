@@ -281,9 +281,9 @@ def test_the_seed_repeats_the_draws(colours, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(shots=(9,)), "9 shots are asked for, but class class0 of colours has 8 images"),
-        (dict(shots=(0,)), r"shots and draws must be at least 1, got \[0\] and 3"),
-        (dict(draws=0), "shots and draws must be at least 1"),
+        (dict(shots=(9,)), "9 shots .*class0 of colours .*8 images"),
+        (dict(shots=(0,)), r"shots and draws .*\[0\] and 3"),
+        (dict(draws=0), r"shots and draws .*\[1\] and 0"),
     ],
 )
 def test_what_is_not_possible_is_said(colours, options, message):
@@ -314,9 +314,9 @@ def test_other_classes_and_features_that_are_not_finite_are_refused(colours, tmp
         (tmp_path / "train" / name).symlink_to(colours / "train" / name)
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     other = Folder("two", image_folder(tmp_path, "train"), image_folder(colours, "test"))
-    with pytest.raises(ValueError, match="two has other classes among its test images"):
+    with pytest.raises(ValueError, match=r"two .*other classes"):
         fewshot([model], [other], (1,), inference=HERE)
 
     nn.init.constant_(model.norm.weight, float("nan"))
-    with pytest.raises(ValueError, match="gives features that are NaN"):
+    with pytest.raises(ValueError, match=r"VisionTransformer .*features .*NaN"):
         fewshot([model], [folder_of(colours)], (1,), inference=HERE)

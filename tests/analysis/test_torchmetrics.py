@@ -224,10 +224,10 @@ def test_labels_that_are_no_class(name, label):
     metric = updated(ALL[name](), (outputs, labels))
     labels = labels.clone()
     labels[3] = label
-    with pytest.raises(ValueError, match=f"^Labels must be 0 to {CLASSES - 1}, got {label}\\.$"):
+    with pytest.raises(ValueError, match=f"^Labels .*0 to {CLASSES - 1}, .* {label}\\.$"):
         metric.update(outputs, labels)
     close(metric.compute(), value(ALL[name](), data()))
-    with pytest.raises(ValueError, match=r"^Labels must be whole numbers, got torch.float32\.$"):
+    with pytest.raises(ValueError, match=r"^Labels .*torch\.float32\.$"):
         metric.update(outputs, data()[1].float())
 
 

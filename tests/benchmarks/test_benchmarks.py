@@ -114,7 +114,7 @@ def test_a_command_that_measures_nothing_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", "papers"])  # too large for a CPU
     with pytest.raises(SystemExit):
         main()
-    assert "no suite has these settings on this device" in capsys.readouterr().err
+    assert "no suite has these settings" in capsys.readouterr().err
 
 
 def test_a_suite_goes_on_after_a_contest_that_fails(clock, monkeypatch, tmp_path):
@@ -123,7 +123,7 @@ def test_a_suite_goes_on_after_a_contest_that_fails(clock, monkeypatch, tmp_path
         yield Contest("second", {"dense": _taking(1.0, clock)})
 
     monkeypatch.setitem(sys.modules, "benchmarks.tiny", SimpleNamespace(measure=measure))
-    with pytest.raises(SystemExit, match="Not measured, see above: first"):
+    with pytest.raises(SystemExit, match=r"Not measured, .*first"):
         worker.main("tiny", json.dumps({"rounds": 2}), str(tmp_path / "cpu.json"))
     kept = worker.begin("tiny", {"rounds": 2}, tmp_path / "cpu.json")
     assert ([row["contest"] for row in kept["rows"]], kept["whole"]) == (["second"], False)

@@ -179,9 +179,7 @@ def test_a_tensor_may_claim_more_than_it_holds(ewa_vit, tmp_path):
     state_dict = {**ewa_vit.state_dict(), "head.weight": torch.zeros(1, 1).expand(10**6, 32)}
     file = save_as_train_py(tmp_path / "a.pth", ewa_vit, num_classes=10**6)
     torch.save({**torch.load(file, weights_only=False), "state_dict": state_dict}, file)
-    with pytest.raises(
-        ValueError, match=r"a\.pth states more elements of head\.weight than it holds"
-    ):
+    with pytest.raises(ValueError, match=r"a\.pth .*elements of head\.weight"):
         load_source(file)
 
 
@@ -196,7 +194,7 @@ def test_a_record_may_claim_more_than_the_file(quickly, tmp_path):
                 archive.writestr(name, content + bytes(10**7), zipfile.ZIP_DEFLATED)
             else:
                 archive.writestr(name, content)
-    with pytest.raises(ValueError, match=r"a\.pth is damaged or not a checkpoint"):
+    with pytest.raises(ValueError, match=r"a\.pth is damaged or not"):
         load_source(file)
 
 
@@ -229,7 +227,7 @@ def put(request):
 
 
 def refused(function, *arguments, **options):
-    with pytest.raises((OSError, ValueError), match=r"is a pipe or a device|leads out of"):
+    with pytest.raises((OSError, ValueError), match=r"is a pipe|leads out"):
         function(*arguments, **options)
 
 

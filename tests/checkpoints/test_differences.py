@@ -1,6 +1,7 @@
 """A checkpoint that does not fit: the message names the option that differs."""
 
 import argparse
+import re
 
 import pytest
 import timm
@@ -23,28 +24,28 @@ def problem(file, model, **stated):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (dict(depth=5), "the file has 5 of blocks (depth=5), the model 4"),
-        (dict(depth=3), "the file has 3 of blocks (depth=3), the model 4"),
-        (dict(img_size=48), "the file has img_size=48, the model 32"),
-        (dict(patch_size=4), "the file has patch_size=4, the model 8"),
-        (dict(embed_dim=96), "the file has embed_dim=96, the model 32"),
-        (dict(in_chans=1), "the file has in_chans=1, the model 3"),
-        (dict(num_classes=7), "the file has num_classes=7, the model 5"),
-        (dict(moe_layers="2,3"), "the file has experts in moe_layers=2,3, the model in 1,3"),
-        (dict(moe_layers="3"), "the file has experts in moe_layers=3, the model in 1,3"),
+        (dict(depth=5), r"\(depth=5\), .*4"),
+        (dict(depth=3), r"\(depth=3\), .*4"),
+        (dict(img_size=48), "img_size=48, .*32"),
+        (dict(patch_size=4), "patch_size=4, .*8"),
+        (dict(embed_dim=96), "embed_dim=96, .*32"),
+        (dict(in_chans=1), "in_chans=1, .*3"),
+        (dict(num_classes=7), "num_classes=7, .*5"),
+        (dict(moe_layers="2,3"), "moe_layers=2,3, .*1,3"),
+        (dict(moe_layers="3"), "moe_layers=3, .*1,3"),
         (dict(num_experts=2), "has 2 experts"),
     ],
     ids=str,
 )
 def test_the_option_that_differs_is_named_with_both_values(options, told, tmp_path):
     model = timm.create_model(EWA, **{**SMALL_VIT, **options})
-    assert told in problem(tmp_path / "a.pth", model)
+    assert re.search(told, problem(tmp_path / "a.pth", model))
 
 
 def test_experts_in_a_file_of_a_dense_model(tmp_path):
     file = tmp_path / "a.pth"
     torch.save(make_model(EWA).state_dict(), file)
-    with pytest.raises(ValueError, match="the file has experts in blocks 1,3, the model none"):
+    with pytest.raises(ValueError, match=r"experts in blocks 1,3, .*none"):
         load_source(file, ModelSpec("vit_tiny_patch16_224", 5, OPTIONS))
 
 
@@ -53,7 +54,7 @@ def test_stages_of_another_length(tmp_path):
     name = "swin_tiny_patch4_window7_224"
     file = tmp_path / "a.pth"
     torch.save(timm.create_model(name, **options, depths=(1, 1, 2, 1)).state_dict(), file)
-    with pytest.raises(ValueError, match=r"the file has 2 of layers\.2\.blocks, the model 1"):
+    with pytest.raises(ValueError, match=r"2 of layers\.2\.blocks, .*1"):
         load_source(file, ModelSpec(name, kwargs={**options, "depths": (1, 1, 1, 1)}))
 
 
@@ -70,17 +71,17 @@ def test_what_weights_do_not_show_is_told(tmp_path, caplog):
     file = tmp_path / "a.pth"
     torch.save(make_model("vit_tiny_moe", top_k=2).state_dict(), file)
     load_source(file, ModelSpec("vit_tiny_moe", 5, OPTIONS))
-    assert "does not say how its routers choose" in caplog.text
+    assert "how its routers choose" in caplog.text
     assert "top_k=1" in caplog.text
     caplog.clear()
     save_as_train_py(file, make_model("vit_tiny_moe"), "vit_tiny_moe")
     load_source(file)
     assert "how its routers choose" not in caplog.text
     load_source(file, ModelSpec("vit_small_moe", 5, OPTIONS))
-    assert "says that its model is vit_tiny_moe; vit_small_moe is taken" in caplog.text
+    assert "vit_tiny_moe; vit_small_moe is taken" in caplog.text
     torch.save(make_model("vit_tiny_patch16_224").state_dict(), file)
     load_source(file, ModelSpec(EWA, 5, OPTIONS))
-    assert "holds a dense model, so that all experts are copies" in caplog.text
+    assert "holds a dense model" in caplog.text
 
 
 def test_arguments_without_a_model_still_describe_it(tmp_path):

@@ -98,14 +98,10 @@ def test_ema_weights_are_found(layout, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            {"schema": {}, "swa_weights": {}},
-            "no EMA weights that are known, but state_dict, schema, swa_weights: ",
-        ),
+        ({"schema": {}, "swa_weights": {}}, "no EMA weights .*state_dict, schema, swa_weights: "),
         (
             {"ema_0.99": {"a": torch.ones(1)}, "ema_0.999": {"a": torch.ones(1)}},
-            "several EMA weights that are known, but ema_0.99, ema_0.999: write the weights to "
-            "take to a file",
+            r"several EMA weights .*ema_0\.99, ema_0\.999: ",
         ),
     ],
 )
@@ -181,9 +177,7 @@ class Shell:
 @pytest.mark.parametrize("bad", [Shell(), decimal.Decimal(1), np.array([Shell()], dtype=object)])
 def test_the_rest_is_refused_with_the_remedy(bad, tmp_path):
     torch.save({"state_dict": vit().state_dict(), "more": bad}, tmp_path / "a.pth")
-    with pytest.raises(
-        ValueError, match="runs code when it is read, which is refused: write its weights"
-    ):
+    with pytest.raises(ValueError, match=r"runs code .*torch\.save\(model\.state_dict\(\), file\)"):
         read_checkpoint(tmp_path / "a.pth")
 
 
@@ -214,7 +208,7 @@ def test_weights_that_fit_are_not_replaced_by_those_of_a_wrapper(tmp_path):
 
 def test_a_pickled_module_is_refused_by_advice_and_three_names(tmp_path):
     torch.save(vit(), tmp_path / "a.pth")
-    with pytest.raises(ValueError, match="runs code when it is read") as raised:
+    with pytest.raises(ValueError, match="runs code") as raised:
         read_checkpoint(tmp_path / "a.pth")
     advice, _, names = str(raised.value).partition(" The file names ")
     assert advice.endswith("torch.save(model.state_dict(), file).")
@@ -230,8 +224,8 @@ def test_a_pickled_module_is_refused_by_advice_and_three_names(tmp_path):
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "run git lfs pull"),
         (b"<!DOCTYPE html><html></html>", "is a web page"),
-        (save({"a": torch.ones(2)}), "rename it to end in .safetensors"),
-        (b"\x80\x02}q", "is damaged or not a checkpoint"),
+        (save({"a": torch.ones(2)}), r"rename .*\.safetensors"),
+        (b"\x80\x02}q", "damaged or not"),
     ],
 )
 def test_what_is_no_checkpoint_is_told(content, told, tmp_path):

@@ -99,10 +99,7 @@ def test_what_the_user_states_goes_before_the_file(ewa_vit, tmp_path):
     file = save_as_train_py(
         tmp_path / "a.pth", ewa_vit, model_kwargs={**OPTIONS, "cache_dir": "/x", "num_experts": 9}
     )
-    with pytest.raises(
-        ValueError,
-        match=r"a\.pth states the argument cache_dir for vit_tiny_ewa_moe, which is none",
-    ):
+    with pytest.raises(ValueError, match=r"a\.pth .*argument cache_dir .*--model-kwargs"):
         load_source(file)
     spec = ModelSpec(kwargs={"cache_dir": None, "num_experts": 4})
     assert same(load_source(file, spec), ewa_vit)
@@ -112,7 +109,7 @@ def test_a_student_is_exported_by_the_folder_that_the_user_names(ewa_vit, folder
     """train.py notes down the folder it was given; a file must not lead there by itself."""
     save_as_train_py(tmp_path / "a.pth", ewa_vit, model=f"local-dir:{folder}", model_kwargs={})
     assert main(["export", str(tmp_path / "a.pth"), str(tmp_path / "out")]) == 1
-    assert "say yourself where it is, with --model local-dir:FOLDER" in capsys.readouterr().err
+    assert "--model local-dir:FOLDER" in capsys.readouterr().err
     assert (
         main(
             [
@@ -187,10 +184,7 @@ UNFIT = {
 @pytest.mark.first_case
 def test_a_folder_that_does_not_fit_is_refused(folder, unfit):
     UNFIT[unfit](folder)
-    with pytest.raises(
-        ValueError,
-        match=r"^local-dir:.*vit cannot be created from its config\.json and weights: \S+",
-    ):
+    with pytest.raises(ValueError, match=r"^local-dir:.*vit cannot be created .*: \S"):
         load_source(folder)
 
 
@@ -208,7 +202,7 @@ def test_every_command_refuses_it(folder, tmp_path, monkeypatch, capsys, command
     monkeypatch.chdir(tmp_path)
     UNFIT["classes"](folder)
     assert main(command.format(folder).split()) == 1
-    assert "vit cannot be created from its config.json and weights" in capsys.readouterr().err
+    assert "vit cannot be created" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -231,9 +225,7 @@ def test_a_repository_is_loaded_as_a_folder(ewa_vit, folder, monkeypatch):
         for file in ("config.json", "model.safetensors", "pytorch_model.bin")
     ]
     UNFIT["a greater depth"](folder)
-    with pytest.raises(
-        ValueError, match=r"^hf-hub:user/vit cannot be created from its config\.json and weights: "
-    ):
+    with pytest.raises(ValueError, match=r"^hf-hub:user/vit cannot be created"):
         load_source("hf-hub:user/vit")
 
 
@@ -251,10 +243,10 @@ def test_options_go_before_those_of_a_folder(folder):
 def test_ema_weights_of_what_has_none_are_told(ewa_vit, folder, caplog):
     load_source(folder, use_ema=True)
     load_source(ewa_vit, use_ema=True)
-    told = "has one kind of weights, which are taken: EMA weights are in train.py's checkpoints."
-    assert [message for message in warnings(caplog) if "kind of weights" in message] == [
-        f"{folder} {told}",
-        f"This {type(ewa_vit).__name__} {told}",
+    told = [message for message in warnings(caplog) if "EMA weights" in message]
+    assert [message.partition(" has ")[0] for message in told] == [
+        str(folder),
+        f"This {type(ewa_vit).__name__}",
     ]
 
 
@@ -307,13 +299,12 @@ def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, state
     ("stated", "message"),
     [
         (dict(img_size=10**7), "size mismatch for pos_embed"),
-        (dict(img_size={32: 0, 33: 0}), "a file may state only numbers"),
+        (dict(img_size={32: 0, 33: 0}), "img_size=.*only numbers"),
         (dict(img_size="w" * 1000), "vit_tiny_ewa_moe cannot be created"),
-        (dict(input_size={0: 3}), "arguments in .* are damaged"),
+        (dict(input_size={0: 3}), "arguments in .*damaged"),
         (
             dict(img_size=96, num_classes=7),
-            "with img_size=96: the file has img_size=32, the model 96; the file has num_classes=5, "
-            "the model 7.*; with its own image size: the file has img_size=32, the model 224",
+            "img_size=96: .*img_size=32, .*96; .*num_classes=5, .*7.*; .*img_size=32, .*224",
         ),
     ],
 )
@@ -326,9 +317,7 @@ def test_an_image_size_that_a_file_makes_up(ewa_vit, tmp_path, stated, message):
 
 def test_an_image_size_of_training_alone(ewa_vit, tmp_path):
     file = save_as_train_py(tmp_path / "a.pth", ewa_vit, "vit_tiny_ewa_moe", img_size=96)
-    with pytest.raises(
-        ValueError, match=r"arguments of train.py in .* do not fit: .*takes none of 96x96"
-    ):
+    with pytest.raises(ValueError, match=r"train\.py .*96x96"):
         load_source(file)
 
 
@@ -358,8 +347,8 @@ def test_weights_alone_make_preprocessing_a_guess(ewa_vit, tmp_path, caplog):
         tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, dict(mean=(0.5,)))
     )
     (warning,) = warnings(caplog)
-    assert "a.safetensors does not say how images were prepared in its training" in warning
-    assert warning.endswith("is a guess: state --std, --crop-pct, --interpolation.")
+    assert "a.safetensors does not say" in warning
+    assert warning.endswith(" --std, --crop-pct, --interpolation.")
     caplog.clear()
     stated = dict(mean=(0.5,), std=(0.5,), crop_pct=1.0, interpolation="bicubic")
     load_source(tmp_path / "a.safetensors", ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS, stated))
@@ -377,7 +366,8 @@ def test_a_config_that_says_nothing_of_images_makes_it_a_guess(folder, caplog):
     edit(folder, lambda config: [config["pretrained_cfg"].pop(name) for name in ("mean", "std")])
     load_source(folder)
     (warning,) = warnings(caplog)
-    assert warning.endswith("what timm has for vit_tiny_ewa_moe is a guess: state --mean, --std.")
+    assert "vit_tiny_ewa_moe" in warning
+    assert warning.endswith(" --mean, --std.")
 
 
 def test_what_is_stated_holds_for_validate_py_too(ewa_vit):
@@ -447,9 +437,7 @@ def test_a_dense_file_under_a_routed_name_is_told(dense_vit, tmp_path, caplog):
 def test_folders_without_a_config(tmp_path, files):
     for file in files:
         (tmp_path / file).touch()
-    with pytest.raises(
-        FileNotFoundError, match=f"{tmp_path} has no config.json: name a checkpoint"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no config.json"):
         load_source(tmp_path)
 
 
@@ -474,10 +462,7 @@ def test_weights_that_are_part_of_another_module(ewa_vit, tmp_path, caplog, pref
             **{name.replace("model.", "net.", 1): tensor for name, tensor in weights.items()},
         }
         torch.save({"state_dict": both}, tmp_path / "b.ckpt")
-        with pytest.raises(
-            ValueError,
-            match=r"b\.ckpt holds several models, under model\. and net\.: write the weights",
-        ):
+        with pytest.raises(ValueError, match=r"b\.ckpt .*several models, .*model\. and net\."):
             load_source(tmp_path / "b.ckpt", SPEC)
 
 
@@ -492,7 +477,7 @@ def test_a_folder_of_transformers(dense_vit, tmp_path):
     )
     assert same(load_source(tmp_path / "vit"), dense_vit)
     save_file({**weights, "criterion.weight": torch.ones(5)}, tmp_path / "vit/model.safetensors")
-    with pytest.raises(ValueError, match="the weights hold more than the model's"):
+    with pytest.raises(ValueError, match="weights hold more"):
         load_source(tmp_path / "vit")
 
 
@@ -512,20 +497,18 @@ def test_a_mistyped_name_gets_the_nearest(ewa_vit, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     torch.save(ewa_vit.state_dict(), "a.pth")
     assert main(command.format(name).split()) == 1
-    assert f"Unknown model ({name}); did you mean vit_tiny_ewa_moe?" in capsys.readouterr().err
+    assert f"({name}); did you mean vit_tiny_ewa_moe?" in capsys.readouterr().err
 
 
 def test_what_is_said_of_a_trainings_images(ewa_vit, tmp_path, caplog):
     load_source(save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, naflex_loader=True))
-    assert (
-        "was trained with --naflex-loader: here its images are cropped to one size" in caplog.text
-    )
+    assert "--naflex-loader" in caplog.text
     file = save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, class_map="names.txt")
     caplog.clear()
     timm_moe.export_dense(file, tmp_path / "without")
     assert "class map" not in caplog.text
     timm_moe.export_dense(file, tmp_path / "with", label_names=list("abcde"))
-    assert "was trained with the class map 'names.txt': names must be in its order" in caplog.text
+    assert "class map 'names.txt'" in caplog.text
 
 
 def test_the_epsilon_of_batch_norms_is_that_of_the_training(tmp_path):
@@ -542,8 +525,11 @@ def test_the_epsilon_of_batch_norms_is_that_of_the_training(tmp_path):
 def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["info", "vit_tiny_ewa_moe", "--num-classes", "5", "--model-kwargs", *SMALL_VIT_KWARGS])
-    expected = capsys.readouterr().out
-    assert "4 in each of 2 layers" in expected
+    of_name = capsys.readouterr().out.splitlines()
+    # The dense twin is the model to train beside it, so a trained model has none.
+    expected = [line for line in of_name if not line.startswith("  dense twin ")]
+    assert len(of_name) == len(expected) + 1
+    assert any("4 in each of 2 layers" in line for line in expected)
     torch.save(ewa_vit.state_dict(), "weights.pth")
     save_as_train_py("last.pth.tar", ewa_vit)
     for arguments in (
@@ -557,13 +543,13 @@ def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeyp
         norms = [
             line for line in lines if line.startswith("  LayerNorm divergence   norm1.weight 0, ")
         ]
-        assert [line for line in lines if line not in norms] == expected.splitlines()
+        assert [line for line in lines if line not in norms] == expected
         assert len(norms) == 1  # of a name there are no weights to compare
     timm_moe.export_dense(ewa_vit, tmp_path / "dense")
     assert main(["info", "dense"]) == 0
     assert "experts                none" in capsys.readouterr().out
     assert main(["info", "./gone.pth.tar"]) == 1
-    assert "gone.pth.tar is neither a file nor a folder" in capsys.readouterr().err
+    assert "gone.pth.tar is neither" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("use_ema", [False, True])

@@ -279,10 +279,10 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
 @pytest.mark.parametrize(
     ("suffix", "edit", "message"),
     [
-        ("master", remove("norm.bias"), "The array norm.bias is missing from the checkpoint"),
-        ("master", remove("patch_embed.proj.weight"), "other names or shapes than a Swin-MoE's"),
+        ("master", remove("norm.bias"), r"array norm\.bias is missing"),
+        ("master", remove("patch_embed.proj.weight"), "other names or shapes"),
         ("master", remove("layers.0.blocks.0.attn.relative_coords_table"), "other names or shapes"),
-        ("master", remove(GATE), f"The array {re.escape(EXPERT)[:-2]}.* has no place"),
+        ("master", remove(GATE), f"array {re.escape(EXPERT)[:-2]}.* no place"),
         ("master", lambda model: model.clear(), "other names or shapes"),
         (
             "master",
@@ -297,12 +297,12 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
         (
             "master",
             lambda model: model.update({GATE: torch.ones(8, 32)}),
-            "4 .rank files do not hold 8 experts of 128",
+            r"4 \.rank files .*8 experts of 128",
         ),
         (
             "master",
             lambda model: model["norm.bias"].fill_(math.nan),
-            "array norm.bias holds NaN or Inf",
+            r"array norm\.bias .*NaN",
         ),
         (
             "master",
@@ -310,16 +310,16 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
             "other names or shapes",
         ),
         ("master", lambda model: model.update({"norm.bias": "text"}), "swin.pth.master has no "),
-        ("rank2", remove(EXPERT), "rank2 and .*rank0 are of different checkpoints"),
+        ("rank2", remove(EXPERT), "rank2 and .*rank0 .*different checkpoints"),
         (
             "rank1",
             lambda model: model.update({EXPERT: torch.ones(1, 128, 31)}),
-            "rank1 and .* different checkpoints",
+            "rank1 and .*rank0 .*different checkpoints",
         ),
         (
             "rank1",
             lambda model: model.update({"more": torch.ones(1)}),
-            "rank1 and .* different checkpoints",
+            "rank1 and .*rank0 .*different checkpoints",
         ),
         (
             "rank1",
@@ -331,7 +331,7 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
             lambda model: model.update({"norm.bias": torch.ones(64, dtype=torch.bool)}),
             "holds norm.bias as",
         ),
-        ("rank3", lambda model: model[EXPERT].fill_(math.inf), "fc1.weight holds NaN or Inf"),
+        ("rank3", lambda model: model[EXPERT].fill_(math.inf), r"fc1\.weight .*NaN"),
     ],
 )
 @pytest.mark.first_case
@@ -347,24 +347,17 @@ def test_other_arrays_than_a_swin_moes(suffix, edit, message, tmp_path):
 def test_files_of_processes_that_are_missing(num_experts, tmp_path):
     prefix = write(tmp_path, *whole_model(num_experts), 4)
     (tmp_path / "swin.pth.rank3").unlink()
-    with pytest.raises(
-        ValueError,
-        match=rf"The 3 .rank files do not hold {num_experts} experts of 128 hidden units",
-    ):
+    with pytest.raises(ValueError, match=rf"3 \.rank files .*{num_experts} experts of 128"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     (tmp_path / "swin.pth.rank1").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"swin.pth.rank1 is missing: put the files of all processes beside"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"swin\.pth\.rank1 is missing: .*swin\.pth"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     (tmp_path / "swin.pth.rank2").unlink()
     (tmp_path / "swin.pth.rank0").unlink()
     with pytest.raises(FileNotFoundError, match=r"swin.pth.rank0 is missing"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     (tmp_path / "swin.pth.master").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"There is no .*swin.pth.master: give the path that"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no .*swin\.pth\.master"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -382,10 +375,7 @@ def test_files_of_others_in_the_folder_do_not_matter(tmp_path):
 def test_a_file_that_was_copied_over_another(tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     (tmp_path / "swin.pth.rank2").write_bytes((tmp_path / "swin.pth.rank0").read_bytes())
-    with pytest.raises(
-        ValueError,
-        match=r"Two .rank files hold the same experts in layers.2.blocks.1: one was copied",
-    ):
+    with pytest.raises(ValueError, match=r"\.rank files .*layers\.2\.blocks\.1: .*copied"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
 
 
@@ -393,7 +383,7 @@ def test_files_of_another_run_with_other_experts(tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     write(tmp_path, *whole_model(8), 4, name="other")
     (tmp_path / "swin.pth.rank3").write_bytes((tmp_path / "other.pth.rank3").read_bytes())
-    with pytest.raises(ValueError, match=r"rank3 and .*rank0 are of different checkpoints"):
+    with pytest.raises(ValueError, match=r"rank3 and .*rank0 .*different checkpoints"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
 
 
@@ -405,9 +395,7 @@ class Code:
 def test_a_file_that_runs_code(tmp_path, capsys):
     prefix = write(tmp_path, *whole_model(4), 4)
     torch.save({"model": {}, "config": Code()}, f"{prefix}.pth.rank1")
-    with pytest.raises(
-        ValueError, match=r"rank1 runs code when it is read, .* names builtins\.print\."
-    ):
+    with pytest.raises(ValueError, match=r"rank1 runs code .*builtins\.print\."):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     assert capsys.readouterr().out == ""
 
@@ -417,7 +405,7 @@ def test_a_truncated_file(length, tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     file = tmp_path / "swin.pth.rank1"
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(ValueError, match=r"rank1 is (empty|damaged or not a checkpoint)"):
+    with pytest.raises(ValueError, match=r"rank1 is (empty|damaged or not)"):
         import_checkpoint(prefix, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
 

@@ -71,8 +71,11 @@ def test_an_imported_file_says_which_model_it_is_of(expected, tmp_path):
     )
     state = load_file(file)
     for metadata, message in (
-        ({"model": "vmoe_s32", "model_kwargs": "{"}, "arguments in .* are damaged"),
-        ({"model": "local-dir:/elsewhere", "model_kwargs": "{}"}, "as no file may"),
+        ({"model": "vmoe_s32", "model_kwargs": "{"}, "arguments in .*damaged"),
+        (
+            {"model": "local-dir:/elsewhere", "model_kwargs": "{}"},
+            "'local-dir:/elsewhere', .*--model",
+        ),
         (
             {"model": "vmoe_s32", "model_kwargs": '{"checkpoint_path": "/elsewhere"}'},
             "states the argument checkpoint_path",
@@ -220,19 +223,19 @@ ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
         (lambda arrays: arrays.pop(ROUTER), f"has no array {ROUTER}"),
         (
             lambda arrays: arrays.update({"head/scale": torch.ones(7)}),
-            "array head/scale has no place in a V-MoE",
+            "head/scale has no place",
         ),
         (
             lambda arrays: arrays.update({"MapHead/probe": torch.ones(7)}),
-            "array MapHead/probe has no place in a V-MoE",
+            "MapHead/probe has no place",
         ),
         (
             lambda arrays: arrays.update({"head/kernel": torch.ones(7)}),
-            r"other shapes than a V-MoE's: head/kernel \(7,",
+            r"other shapes .*: head/kernel \(7,",
         ),
         (
             lambda arrays: arrays.update({ROUTER: torch.ones(16, 2, 2)}),
-            "other shapes than a V-MoE's",
+            "other shapes",
         ),
         (
             lambda arrays: [arrays.pop(path) for path in list(arrays) if "/Moe/" in path],
@@ -243,12 +246,12 @@ ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
             "no encoder blocks",
         ),
         (lambda arrays: arrays.clear(), "no encoder blocks"),
-        (lambda arrays: arrays.update({EXPERT: torch.ones(16, 32)}), "other shapes than a V-MoE's"),
+        (lambda arrays: arrays.update({EXPERT: torch.ones(16, 32)}), "other shapes"),
         (
             lambda arrays: arrays.update({EXPERT: torch.ones(3, 16, 32)}),
             "fits no V-MoE: blocks.1.mlp.fc1",
         ),
-        (lambda arrays: arrays.update({POSITIONS: torch.ones(())}), "other shapes than a V-MoE's"),
+        (lambda arrays: arrays.update({POSITIONS: torch.ones(())}), "other shapes"),
         (
             lambda arrays: arrays.update({POSITIONS: torch.ones(1, 10**15, 0)}),
             "pos_embedding is empty",
@@ -259,11 +262,11 @@ ROUTER = "Encoder/encoderblock_3/Moe/Router/dense/kernel"
         ),
         (
             lambda arrays: arrays.update({QUERY: torch.ones(16, 4, 4)}),
-            "other shapes than a V-MoE's",
+            "other shapes",
         ),
         (
             lambda arrays: arrays.update({"head": {"kernel": torch.ones(1)}}),
-            "must be a flat mapping",
+            "flat mapping",
         ),
     ],
 )
@@ -278,19 +281,19 @@ def test_other_arrays_than_a_v_moes(change, message):
 @pytest.mark.parametrize(
     ("prefix", "output", "error", "message"),
     [
-        ("none", "a.safetensors", FileNotFoundError, "There is no .*none.index"),
+        ("none", "a.safetensors", FileNotFoundError, r"no .*none\.index"),
         (
             "gs://vmoe_checkpoints/vmoe_s32",
             "a.safetensors",
             ValueError,
-            "not on this machine: download",
+            r"vmoe_checkpoints/vmoe_s32 .*\.index",
         ),
-        ("vmoe_tiny", "a.bin", ValueError, "must be a file that ends in .safetensors"),
+        ("vmoe_tiny", "a.bin", ValueError, r"\.safetensors, .*a\.bin"),
         (
             "vmoe_tiny",
             "vmoe_tiny.index/a.safetensors",
             NotADirectoryError,
-            "vmoe_tiny.index is a file, so",
+            "vmoe_tiny.index is a file",
         ),
     ],
 )
@@ -308,15 +311,13 @@ def test_a_checkpoint_of_orbax_is_refused_by_name(tmp_path, inside, given):
     folder.mkdir(parents=True)
     (folder / "manifest.ocdbt").write_bytes(b"ocdbt")
     prefix = folder / given if given else tmp_path / "ckpt_7"
-    with pytest.raises(ValueError, match=r"is a checkpoint of orbax \(manifest.ocdbt\), which is"):
+    with pytest.raises(ValueError, match=r"orbax \(manifest\.ocdbt\).*state_dict_from_flax"):
         read_arrays(prefix)
 
 
 def test_a_missing_shard(copy):
     copy.with_name("vmoe_tiny.data-00001-of-00003").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"The shard .*vmoe_tiny.data-00001-of-00003 is missing"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"vmoe_tiny\.data-00001-of-00003 is missing"):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
     assert not copy.with_name("a.safetensors").exists()
 
@@ -325,7 +326,7 @@ def test_shards_of_another_checkpoint(copy):
     first, second = (copy.with_name(f"vmoe_tiny.data-0000{shard}-of-00003") for shard in (0, 1))
     first.write_bytes(second.read_bytes())
     with pytest.raises(
-        ValueError, match=r"vmoe_tiny.data-00000-of-00003 is damaged, or belongs to another index"
+        ValueError, match=r"vmoe_tiny\.data-00000-of-00003 is damaged, .*another index"
     ):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
 
@@ -402,7 +403,7 @@ ONE = (0, 1, None)
             "index is (truncated or )?damaged",
         ),
         (msgpack.packb({"shard_count": 1, "index": {}}), "index is damaged"),
-        (claims(10**9), "The shard .* is missing"),
+        (claims(10**9), "data-00000-of-1000000000 is missing"),
         (claims(shards=[9]), "index is damaged"),
         (claims(shards=[-1]), "index is damaged"),
         (claims(slices=[packed((0, 1, 2), (0, 1, 2), (0, 16, 2))]), "index is damaged"),
@@ -533,6 +534,6 @@ def test_weights_that_are_not_finite(copy, value):
         file.write_bytes(
             content.replace(weights, np.full(len(weights) // 4, value, np.float32).tobytes())
         )
-    with pytest.raises(ValueError, match="array head/bias holds NaN or Inf"):
+    with pytest.raises(ValueError, match=r"array head/bias .*NaN"):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
     assert not copy.with_name("a.safetensors").exists()

@@ -352,21 +352,21 @@ def refusals(rank, folder):
             act(model, *args)
 
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
-    refused("has no experts to parallelize", dense, mesh["ep"])
-    refused("over one dimension of a mesh, got 2", make_model("capacity"), mesh)
+    refused("no experts to parallelize", dense, mesh["ep"])
+    refused(r"mesh, got 2: .*mesh\['ep'\]", make_model("capacity"), mesh)
     odd = timm.create_model("vit_tiny_moe", **{**SMALL_VIT, "num_experts": 3})
     before = copy.deepcopy(odd.state_dict())
-    refused(
-        r"2 processes cannot hold equally many of the 3 experts in blocks\.1\.mlp", odd, mesh["ep"]
-    )
+    refused(r"2 processes .*3 experts in blocks\.1\.mlp", odd, mesh["ep"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in odd.state_dict().items())
     model = timm_moe.parallelize_experts(make_model("capacity"), mesh["ep"])
-    refused(r"blocks\.1\.mlp is sharded or parallelized already", model, mesh["ep"])
-    refused("is spread over processes", model, act=timm_moe.to_dense)
-    refused("is spread over processes", model, f"{folder}/dense{rank}", act=timm_moe.export_dense)
+    refused(r"blocks\.1\.mlp .*already: .*parallelize_experts", model, mesh["ep"])
+    refused("FSDP2.*get_model_state_dict", model, act=timm_moe.to_dense)
+    refused(
+        "FSDP2.*get_model_state_dict", model, f"{folder}/dense{rank}", act=timm_moe.export_dense
+    )
     sharded = make_model("capacity")
     fully_shard(sharded, mesh=mesh["ep"])
-    refused("is sharded or parallelized already", sharded, mesh["ep"])
+    refused("already: .*parallelize_experts", sharded, mesh["ep"])
     torch.distributed.destroy_process_group()
 
 

@@ -44,7 +44,7 @@ def test_placement_rules(rule, depth, blocks):
 def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth):
     available = depth // 2 if rule == "last" else depth
     if not 1 <= number <= available:
-        with pytest.raises(ValueError, match=f"must lie between 1 and {available}"):
+        with pytest.raises(ValueError, match=rf"'{rule}-{number}'.* 1 and {available}\b"):
             select_blocks(f"{rule}-{number}", depth)
         return
     blocks = select_blocks(f"{rule}-{number}", depth)
@@ -57,40 +57,25 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"moe_layers": "some"},
-            "moe_layers must be 'every-n', 'last-n', 'tail-n' or block numbers .* got 'some'",
-        ),
+        ({"moe_layers": "some"}, "moe_layers .*'every-n', 'last-n', 'tail-n'.*'some'"),
         ({"moe_layers": ""}, "moe_layers must be"),
         ({"moe_layers": "every-x"}, "moe_layers must be"),
         ({"moe_layers": [1.5]}, "moe_layers must be"),
         ({"moe_layers": []}, "moe_layers must be"),
-        ({"moe_layers": "every-5"}, "n must lie between 1 and 4, the number of blocks with an Mlp"),
-        ({"moe_layers": "last-3"}, "n must lie between 1 and 2, the number of odd-numbered blocks"),
-        ({"moe_layers": "tail-0"}, "n must lie between 1 and 4"),
-        ({"moe_layers": "1,4"}, "names block 4, but the model has blocks 0 to 3"),
+        ({"moe_layers": "every-5"}, r"'every-5'.* 1 and 4\b"),
+        ({"moe_layers": "last-3"}, "'last-3'.* 1 and 2, .*odd-numbered"),
+        ({"moe_layers": "tail-0"}, r"'tail-0'.* 1 and 4\b"),
+        ({"moe_layers": "1,4"}, "block 4, .*blocks 0 to 3"),
         ({"moe_layers": -1}, "names block -1"),
-        ({"num_experts": 0}, "num_experts must be an integer of at least 1, got 0"),
-        ({"num_experts": 2.0}, "num_experts must be an integer of at least 1, got 2.0"),
-        (
-            {"share_rate": 0.76},
-            r"share_rate must lie between 0 and \(E - 1\) / E = 0.75 for 4 experts, got 0.76",
-        ),
-        ({"share_rate": -0.1}, "share_rate must lie between 0"),
-        (
-            {"num_experts": 1},
-            "A single expert has nothing to be averaged with: num_experts=1 needs share_rate=0",
-        ),
-        ({"share_rate": float("nan")}, "share_rate must lie between 0"),
-        (
-            {"share_schedule": "cosine"},
-            "share_schedule must be one of linear, constant, early, late, got 'cosine'",
-        ),
-        (
-            {"router": "magic"},
-            "router must be one of random, top_k, expert_choice, soft.*, got 'magic'",
-        ),
-        ({"expert_init": "zero"}, "expert_init must be one of"),
+        ({"num_experts": 0}, r"num_experts .*integer.* 0\."),
+        ({"num_experts": 2.0}, r"num_experts .*integer.* 2\.0"),
+        ({"share_rate": 0.76}, r"share_rate .*0\.75 for 4 experts, .*0\.76"),
+        ({"share_rate": -0.1}, r"share_rate .*-0\.1"),
+        ({"num_experts": 1}, "num_experts=1 needs share_rate=0"),
+        ({"share_rate": float("nan")}, "share_rate .*nan"),
+        ({"share_schedule": "cosine"}, "share_schedule .*linear, constant, early, late.*'cosine'"),
+        ({"router": "magic"}, "router .*random, top_k, expert_choice, soft.*'magic'"),
+        ({"expert_init": "zero"}, "expert_init .*'zero'"),
     ],
 )
 @pytest.mark.first_case
@@ -103,9 +88,7 @@ def test_bad_options_leave_the_model_as_it_was(dense_vit, options, message):
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(
-        ValueError, match="ResNet has no numbered block with an mlp of linear layers"
-    ):
+    with pytest.raises(ValueError, match=r"ResNet .*modules="):
         timm_moe.convert_to_moe(timm.create_model("resnet18"))
 
 
@@ -153,16 +136,13 @@ def test_a_block_that_holds_buffers_is_told_and_counted(
 def test_a_block_that_holds_buffers_is_refused_by_its_number(dense_vit, rule):
     for block in (1, 3):
         dense_vit.blocks[block].mlp.act = Counting()
-    with pytest.raises(
-        ValueError,
-        match=r"blocks.[13].mlp, a Mlp, cannot become experts: it holds a buffer \(act.calls",
-    ):
+    with pytest.raises(ValueError, match=r"blocks\.[13]\.mlp, .*buffer \(act\.calls"):
         timm_moe.convert_to_moe(dense_vit, moe_layers=rule)
     assert not timm_moe.moe_layers(dense_vit)
 
 
 def test_a_layer_is_not_converted_twice(ewa_vit):
-    with pytest.raises(ValueError, match=r"blocks\.1\.mlp is an expert layer already"):
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp .*expert layer"):
         timm_moe.convert_to_moe(ewa_vit)
     timm_moe.convert_to_moe(ewa_vit, moe_layers="0,2")
     assert len(timm_moe.moe_layers(ewa_vit)) == 4
@@ -215,9 +195,7 @@ def test_to_dense_is_the_mean_of_the_experts_and_shares_nothing(ewa_vit, images)
 def test_to_dense_refuses_a_dense_model_and_unknown_methods(dense_vit, ewa_vit):
     with pytest.raises(ValueError, match="has no expert layers"):
         timm_moe.to_dense(dense_vit)
-    with pytest.raises(
-        ValueError, match="method must be one of average, sum, topk, svd, random, got 'best'"
-    ):
+    with pytest.raises(ValueError, match=r"method .*average, sum, topk, svd, random.*'best'"):
         timm_moe.to_dense(ewa_vit, method="best")
 
 

@@ -121,9 +121,7 @@ def test_an_expert_model_comes_back(tmp_path):
     loaded = timm.create_model(f"local-dir:{tmp_path / 'moe'}", pretrained=True).eval()
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(loaded(images), model(images))
-    with pytest.raises(
-        ValueError, match=r"6 experts of 1/4 of the hidden width do not join .* multiple of 4"
-    ):
+    with pytest.raises(ValueError, match=r"6 experts of 1/4 .*num_experts .*4\."):
         timm_moe.export_dense(model, tmp_path / "dense")
     assert not (tmp_path / "dense").exists()
 
@@ -174,21 +172,12 @@ def test_other_routers_have_the_option(router):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(expert_width=0.3), "expert_width must be 1 divided by a whole number"),
-        (dict(expert_width=1 / 3), "cannot divide the hidden width of 128 into 3 equal parts"),
-        (
-            dict(expert_width=0.5, share_rate=0.1),
-            "Experts of different hidden units are not averaged: .* share_rate=0",
-        ),
-        (dict(expert_width=0.5, share_schedule="early"), "expert_width below 1 needs share_rate=0"),
-        (
-            dict(expert_width=0.5, router="random"),
-            "expert_width is an option of router='top_k', which router='random'",
-        ),
-        (
-            dict(expert_width=0.5, router="soft"),
-            "expert_width is an option of router='top_k', which router='soft'",
-        ),
+        (dict(expert_width=0.3), r"expert_width .*whole number.* 0\.3\."),
+        (dict(expert_width=1 / 3), r"expert_width=0\.33.* 128 into 3\b"),
+        (dict(expert_width=0.5, share_rate=0.1), "expert_width .*share_rate=0"),
+        (dict(expert_width=0.5, share_schedule="early"), "expert_width .*share_rate=0"),
+        (dict(expert_width=0.5, router="random"), "expert_width .*router='top_k'.*'random'"),
+        (dict(expert_width=0.5, router="soft"), "expert_width .*router='top_k'.*'soft'"),
     ],
 )
 def test_bad_options_leave_the_model_as_it_was(options, message):
@@ -204,9 +193,7 @@ def test_a_norm_of_the_hidden_units_is_refused():
     )
     assert model.blocks[0].mlp.norm.weight.ndim == 1
     for options in (dict(expert_width=0.5), dict(expert_init="drop")):
-        with pytest.raises(
-            ValueError, match="elementwise operations on its hidden units, which this SwiGLU is not"
-        ):
+        with pytest.raises(ValueError, match=r"expert_width .*expert_init='drop'.*SwiGLU"):
             timm_moe.convert_to_moe(model, router="top_k", **options)
     assert not timm_moe.moe_layers(model)
 
@@ -214,18 +201,16 @@ def test_a_norm_of_the_hidden_units_is_refused():
 def test_different_units_are_not_averaged_by_hand():
     model = timm.create_model("vit_tiny_moe", expert_width=0.5, **SMALL_VIT)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(
-        ValueError, match=r"Experts of different hidden units are not averaged: .* needs beta=0"
-    ):
+    with pytest.raises(ValueError, match=r"expert_width .*beta=0"):
         timm_moe.average_experts_(model, 0.1)
     timm_moe.average_experts_(model, 0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="expert_width below 1 needs share_rate=0"):
+    with pytest.raises(ValueError, match=r"expert_width .*share_rate=0"):
         timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=2, share_rate=0.3)
     averaging = timm_moe.ExpertWeightAveraging(
         model, optimizer, total_updates=2, schedule=lambda progress: 0.1
     )
-    with pytest.raises(ValueError, match="expert_width below 1 needs share_rate=0"):
+    with pytest.raises(ValueError, match=r"expert_width .*share_rate=0"):
         optimizer.step()
     averaging.remove()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -247,7 +247,7 @@ def test_a_residual_inside_stays_outside_of_the_experts(router):
 def test_a_normalised_residual_is_left_alone_and_told(caplog):
     transformers = pytest.importorskip("transformers")
     model = transformers.BertModel(transformers.BertConfig(**{**TEXT, "vocab_size": 10}))
-    with pytest.raises(ValueError, match="no numbered block with an mlp"):
+    with pytest.raises(ValueError, match=r"BertModel .*modules="):
         timm_moe.convert_to_moe(model)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -396,7 +396,7 @@ REFUSED = {
     "mixes rows, though zero at first": (own(Zero()), "it mixes rows"),
     "normalises over the batch": (
         own(nn.Sequential(ffn(), nn.BatchNorm1d(8))),
-        r"holds a buffer \(1.running_mean\)",
+        r"buffer \(1\.running_mean\)",
     ),
     "normalises over the batch, without buffers": (
         own(nn.Sequential(ffn(), nn.BatchNorm1d(8, track_running_stats=False))),
@@ -406,13 +406,13 @@ REFUSED = {
     "pools": (own(Mixing(lambda x: x[..., :1, :])), "changes their number"),
     "returns two": (own(Mixing(lambda x: (x, x))), "it returns a tuple"),
     "is random": (own(Mixing(lambda x: x + torch.rand_like(x))), "random in eval mode"),
-    "fails": (own(Mixing(lambda x: x.missing)), "cannot be called with rows"),
+    "fails": (own(Mixing(lambda x: x.missing)), r"\(4, 8\).*missing"),
     "has no linear layer": (own(nn.Sequential(nn.LayerNorm(8))), "no torch.nn.Linear"),
     "is used twice": (own(shared, shared), "is used twice"),
     "has tied weights": (own(shared, tied), "is used twice"),
     "is an expert layer": (
         timm_moe.convert_to_moe(own(), modules=["0.net"]),
-        "0.net is an expert layer already",
+        r"0\.net .*expert layer",
     ),
 }
 
@@ -432,9 +432,9 @@ def test_networks_that_are_refused(kind):
 @pytest.mark.parametrize(
     ("modules", "sentence"),
     [
-        ("nothing", "names no module of this Sequential"),
-        (["0.net", "9.net"], "no module so called"),
-        (r"0\.net(\.0)?", "one is inside the other"),
+        ("nothing", "modules='nothing' .*Sequential"),
+        (["0.net", "9.net"], r"'9\.net'.*Sequential"),
+        (r"0\.net(\.0)?", r"0\.net\.0 and 0\.net, .*inside"),
         (lambda name, module: False, "names no module"),
     ],
 )
@@ -508,7 +508,7 @@ def test_a_part_called_module_may_hold_all_parameters():
 def test_a_block_that_calls_its_parts_otherwise():
     layer = Squaring(32, 2, 64, batch_first=True).eval()
     assert ffn_paths(nn.Sequential(layer)) == []
-    with pytest.raises(ValueError, match=r"cannot be called with rows|mixes rows"):
+    with pytest.raises(ValueError, match=r"called with rows|mixes rows"):
         timm_moe.convert_to_moe(nn.Sequential(layer), modules=["0"])
 
 

@@ -204,8 +204,8 @@ def test_a_shared_expert_is_one_of_the_experts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("mean",), "method must be one of average, sum, topk, svd, random, got 'mean'"),
-        (("sum", 0.5), "svd_ratio is an option of method='svd', got method='sum'"),
+        (("mean",), "method .*average, sum, topk, svd, random.*'mean'"),
+        (("sum", 0.5), "svd_ratio .*method='svd'.*method='sum'"),
     ],
 )
 def test_bad_methods(arguments, message):
@@ -215,14 +215,14 @@ def test_bad_methods(arguments, message):
 
 @pytest.mark.parametrize("ratio", [0, -1, 1.1, float("nan")])
 def test_bad_ratios(case, ratio):
-    with pytest.raises(ValueError, match="svd_ratio must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match=f"svd_ratio .*got {ratio}"):
         get_method("svd", ratio)(stacked(case))
 
 
 def test_top_k_needs_hidden_units():
-    with pytest.raises(ValueError, match="whose last layer is fc2"):
+    with pytest.raises(ValueError, match=r"last layer .*fc2"):
         top_units({"linear.weight": torch.zeros(2, 3, 3)})
-    with pytest.raises(ValueError, match="lead into the hidden units of fc2"):
+    with pytest.raises(ValueError, match="hidden units of fc2"):
         top_units({"fc1.weight": torch.zeros(2, 5, 3), "fc2.weight": torch.zeros(2, 3, 4)})
 
 

@@ -133,14 +133,10 @@ def experts_of(layer):
 
 
 REFUSED = {
-    MixesInTraining: (
-        "blocks.0.mlp, a MixesInTraining, cannot become experts: it mixes rows, .* in training mode"
-    ),
-    MixesDetachedInTraining: "it mixes rows, .* in training mode",
-    MixesNoiseInTraining: "it mixes rows, .* in training mode",
-    BoundMethod: (
-        "an expert would not compute the same, as it does not find all weights in its submodules"
-    ),
+    MixesInTraining: r"blocks\.0\.mlp, a MixesInTraining, .*mixes rows.*training mode",
+    MixesDetachedInTraining: "mixes rows.*training mode",
+    MixesNoiseInTraining: "mixes rows.*training mode",
+    BoundMethod: "BoundMethod, .*weights in its submodules",
 }
 
 
@@ -162,9 +158,7 @@ def test_a_part_of_a_known_network_that_mixes_rows_is_refused(part, named):
             width, affine=False, track_running_stats=False
         ),
     }
-    with pytest.raises(
-        ValueError, match="it mixes rows" if named else "no numbered block with an mlp"
-    ):
+    with pytest.raises(ValueError, match="it mixes rows" if named else "Vit .*modules="):
         convert(lambda: Mlp(8, 12, **{part: parts[part]}), named)
 
 
@@ -262,9 +256,7 @@ def test_parts_with_a_name_of_the_layer_are_refused_by_name(name, kind):
         (network._parameters if isinstance(part, nn.Parameter) else network._modules)[name] = part
         return network
 
-    with pytest.raises(
-        ValueError, match=f"part called '{name}' cannot be stacked into experts.*rename the part"
-    ):
+    with pytest.raises(ValueError, match=f"'{name}' .*rename the part"):
         convert(make)
 
 

@@ -128,9 +128,7 @@ def test_routers_of_images_refuse_tokens_before_images(options):
         nn.TransformerEncoderLayer(16, 2, 32), 2, enable_nested_tensor=False
     )
     options = {"router": "top_k", **options}
-    with pytest.raises(
-        ValueError, match=r"input of layers\.1\.linear1 is not images: .* batch_first=True\."
-    ):
+    with pytest.raises(ValueError, match=r"layers\.1\.linear1 .*images.*batch_first=True"):
         timm_moe.convert_to_moe(model, num_experts=2, **options)
     assert not timm_moe.moe_layers(model)
 
@@ -213,8 +211,7 @@ def test_a_shared_expert_leaves_padding_out():
 
 def test_images_that_are_counted_whole_cannot_have_padding():
     with pytest.raises(
-        ValueError,
-        match=r"has padding, .* of layers.0.linear1 cannot leave out, .* group_images.*, or 'soft'",
+        ValueError, match=r"padding.*layers\.0\.linear1 .*'top_k' without group_images.*'soft'"
     ):
         padded_by(3, True)(encoder(True, group_images=1).train())
     padded_by(0, True)(encoder(True, group_images=1).train())
@@ -222,9 +219,7 @@ def test_images_that_are_counted_whole_cannot_have_padding():
 
 def test_a_mask_that_cannot_be_read_is_told():
     model = encoder(True)
-    with pytest.warns(
-        UserWarning, match="cannot see padding by 'src_key_padding_mask' of a .*, a str"
-    ):
+    with pytest.warns(UserWarning, match="'src_key_padding_mask' .* str"):
         note_padding(
             model.layers[0],
             (),
@@ -256,10 +251,7 @@ def test_masks_of_own_blocks():
         timm_moe.convert_to_moe(block(), **OPTIONS, modules=["net"]) for block in (Named, Unknown)
     )
     assert torch.equal(named.train()(x, key_padding_mask=mask)[mask], x[mask])
-    with pytest.warns(
-        UserWarning,
-        match=r"cannot see padding by 'mask' of a Unknown, a Tensor, .* key_padding_mask",
-    ):
+    with pytest.warns(UserWarning, match="'mask' of a Unknown, .*key_padding_mask"):
         unknown.train()(x, mask)
 
 

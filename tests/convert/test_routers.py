@@ -130,10 +130,7 @@ def test_a_spec_and_a_callable_need_no_name(dense_vit, images):
 
 
 def test_a_module_that_is_no_router_is_refused(dense_vit):
-    with pytest.raises(
-        TypeError,
-        match=r"^A router is a subclass of timm_moe\.layers\.Router, and Linear is not\.$",
-    ):
+    with pytest.raises(TypeError, match=r"timm_moe\.layers\.Router, .*Linear"):
         timm_moe.convert_to_moe(dense_vit, router=nn.Linear, num_experts=3)
 
 
@@ -150,9 +147,7 @@ def test_a_router_follows_the_network_in_place_and_type(dense_vit):
 
 def test_weights_that_cannot_begin_anew_are_told():
     model = timm.create_model("vit_tiny_ewa_moe", router=Plain, **SMALL_VIT)
-    with pytest.raises(
-        RuntimeError, match=r"router Plain has parameters, but no reset_parameters\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"Plain .*reset_parameters\(\)"):
         model.init_weights()
 
 
@@ -162,23 +157,23 @@ def test_weights_that_cannot_begin_anew_are_told():
         (
             {"router": "modulo", "top_k": 2},
             ValueError,
-            "top_k is an option of router='top_k', which router='modulo'",
+            "top_k .*router='top_k', .*router='modulo'",
         ),
         (
             {"router": "top_k", "step": 2},
             ValueError,
-            "'modulo', which router='top_k' does not have",
+            "step .*router='modulo', .*router='top_k'",
         ),
         ({"router": "modulo", "stepp": 2}, TypeError, "unexpected keyword argument 'stepp'"),
         (
             {"router": "position"},
             ValueError,
-            r"top_k, expert_choice, soft, .*modulo.*, got 'position'; one of your own is",
+            "top_k, expert_choice, soft, .*modulo.*'position'.*register_router",
         ),
         (
             {"router": "modulo", "shared_init": "zero_out"},
             ValueError,
-            "is an option of shared_expert=True",
+            "shared_init='zero_out' .*shared_expert=True",
         ),
     ],
 )
@@ -191,12 +186,10 @@ def test_what_does_not_go_together_leaves_the_model_as_it_was(
 
 
 def test_names_and_options_are_not_taken_twice(registered):
-    with pytest.raises(ValueError, match="There is a router 'modulo' already"):
+    with pytest.raises(ValueError, match="'modulo' already"):
         timm_moe.register_router(SPEC)
     for name in ("num_experts", "model", "dim"):
-        with pytest.raises(
-            ValueError, match=f"{name} is an option of every router, so 'other' cannot have one"
-        ):
+        with pytest.raises(ValueError, match=f"{name} .*every router, .*'other'"):
             timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {name: 1}))
 
 
@@ -204,10 +197,7 @@ def test_an_option_that_is_an_argument_of_the_model_is_refused_only_where_it_is_
     timm_moe.register_router(timm_moe.RouterSpec("heads", Modulo, {"num_heads": 12}))
     assert timm.create_model("vit_small_ewa_moe").blocks[0].attn.num_heads == 6
     assert timm.create_model("vit_tiny_ewa_moe", num_heads=12).blocks[0].attn.num_heads == 12
-    with pytest.raises(
-        ValueError,
-        match="num_heads is an option of the router and an argument of VisionTransformer",
-    ):
+    with pytest.raises(ValueError, match=r"num_heads .*router .*VisionTransformer"):
         timm.create_model("vit_small_ewa_moe", router="heads")
 
 
@@ -216,9 +206,7 @@ def test_a_routing_of_wrong_shapes_is_refused():
         (torch.zeros(4).long(), torch.ones(4)),
         (torch.zeros(4, 1), torch.ones(4, 1)),
     ):
-        with pytest.raises(
-            ValueError, match=r"needs integers and their weights of one shape \(T, K\)"
-        ):
+        with pytest.raises(ValueError, match=r"one shape \(T, K\)"):
             routing_to(expert, weight, 2)
     with pytest.raises(ValueError, match="of one shape"):
         routing_to(torch.zeros(4, 1).long(), torch.ones(4, 2), 2)
@@ -279,9 +267,7 @@ TRAINED = {
 
 @pytest.mark.parametrize("how", UNTRAINED)
 def test_a_router_that_nothing_would_train_is_named(how):
-    with pytest.warns(
-        UserWarning, match=r"all gates are one.*aux_loss_weight above 0\), or take gate_mode='prob'"
-    ):
+    with pytest.warns(UserWarning, match="top_k=.*aux_loss_weight.*gate_mode='prob'"):
         timm_moe.convert_to_moe(
             timm.create_model("vit_tiny_patch16_224", **SMALL_VIT), router="top_k", **UNTRAINED[how]
         )
@@ -319,10 +305,7 @@ def test_routers_of_images_refuse_what_gets_parts_of_images(name):
             dict(router="top_k", group_images=1),
         ):
             if path in refused:
-                with pytest.raises(
-                    ValueError,
-                    match=rf"needs the tokens of whole images, .* of {path} is not images:",
-                ):
+                with pytest.raises(ValueError, match=f"whole images.* {path} .*moe_layers"):
                     timm_moe.convert_to_moe(model, 2, str(number), **options)
     assert not timm_moe.moe_layers(model)
     whole = [
@@ -341,9 +324,7 @@ def test_parts_of_images_of_transformers():
     model = transformers.MobileViTModel(
         transformers.MobileViTConfig(hidden_sizes=[16, 16, 16], num_hidden_layers=1)
     )
-    with pytest.raises(
-        ValueError, match=r"needs the tokens of whole images, .* take another router or, in torch's"
-    ):
+    with pytest.raises(ValueError, match=r"whole images.*another router"):
         timm_moe.convert_to_moe(model, router="soft")
     assert timm_moe.moe_layers(timm_moe.convert_to_moe(model, router="top_k"))
 
@@ -375,7 +356,7 @@ def test_a_subclass_of_top_k_adds_a_loss_of_its_own():
     assert record.weighted_loss.item() == pytest.approx(
         0.5 * record.losses["square"].item() + 0.01 * record.losses["balance"].item()
     )
-    with pytest.raises(ValueError, match=r"losses are .*square, got 'other'"):
+    with pytest.raises(ValueError, match=r"square.*'other'"):
         WithOwnLoss(8, 4, loss_weights={"other": 1.0})
 
 

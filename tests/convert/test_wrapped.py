@@ -40,15 +40,20 @@ def with_compiled_block(model):
 
 
 @pytest.mark.parametrize(
-    "wrapper", [nn.DataParallel, torch.compile, AveragedModel, ModelEmaV3, with_compiled_block]
+    ("wrapper", "name"),
+    [
+        (nn.DataParallel, "DataParallel"),
+        (torch.compile, "OptimizedModule"),
+        (AveragedModel, "AveragedModel"),
+        (ModelEmaV3, "ModelEmaV3"),
+        (with_compiled_block, "OptimizedModule"),
+    ],
 )
 @pytest.mark.first_case
-def test_a_wrapped_model_is_refused(wrapper):
+def test_a_wrapped_model_is_refused(wrapper, name):
     for model in (wrapper(vit()), Classifier(wrapper)):
         before = dict(model.named_modules())
-        with pytest.raises(
-            ValueError, match=r"is wrapped already, by .*: convert the model first, then wrap it"
-        ):
+        with pytest.raises(ValueError, match=f"wrapped already, by {name},"):
             timm_moe.convert_to_moe(model)
         assert dict(model.named_modules()) == before
 
@@ -68,9 +73,7 @@ def refusals(rank, folder):
     models = dict(ddp=ddp, around=Classifier(DistributedDataParallel), fsdp=fsdp)
     models |= dict(sharded=sharded, compiled=torch.compile(ddp))
     for name, model in models.items():
-        with pytest.raises(
-            ValueError, match=r"is wrapped already, by .*: convert the model first, then wrap it"
-        ):
+        with pytest.raises(ValueError, match="wrapped already"):
             raise AssertionError(f"{name} was converted: {timm_moe.convert_to_moe(model)}")
     torch.distributed.destroy_process_group()
 
@@ -115,7 +118,7 @@ def saved(model):
 def test_a_checkpoint_with_other_expert_layers_is_refused(way, router, strict):
     model, fewer, more = (COPIES[way](convert(layers, router)) for layers in ("1,3", "3", "1,2,3"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"none in .*blocks.1.mlp.*: use its moe_layers"):
+    with pytest.raises(ValueError, match=r"none in .*blocks\.1\.mlp.*moe_layers"):
         model.load_state_dict(fewer.state_dict(), strict=strict)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(RuntimeError, match=r"size mismatch for .*blocks.2.mlp"):
@@ -126,7 +129,7 @@ def test_a_checkpoint_with_other_expert_layers_is_refused(way, router, strict):
 
 def test_layers_of_two_conversions_are_one_set():
     model = timm_moe.convert_to_moe(convert("1"), moe_layers="3", router="top_k")
-    with pytest.raises(ValueError, match=r"has experts, but none in blocks.3.mlp.fc1.weight"):
+    with pytest.raises(ValueError, match=r"none in blocks\.3\.mlp\.fc1\.weight"):
         model.load_state_dict(convert("1").state_dict())
     dense = timm_moe.to_dense(model)
     assert not {

@@ -70,14 +70,14 @@ def test_segmentation(tmp_path, capsys):
     )
     assert out.endswith(run("--table", tmp_path / "out/results.json"))
     for option, message in (
-        ("--lr", "was made with lr 0.0005, not 1.0"),
-        ("--start-lr", "was made with start_lr 0.002"),
+        ("--lr", r"lr 0\.0005, not 1\.0"),
+        ("--start-lr", r"start_lr 0\.002"),
     ):
         with pytest.raises(ValueError, match=message):
             run(*command, option, 1)
     write_mask = Image.fromarray(np.full((18, 24), 12, dtype=np.uint8)).save
     write_mask(tmp_path / "data/testannot/0.png")
-    with pytest.raises(ValueError, match="has the label 12, but there are 11 classes"):
+    with pytest.raises(ValueError, match=r"label 12, .*11 classes"):
         run(*command)
 
 

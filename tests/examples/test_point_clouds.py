@@ -63,11 +63,11 @@ def test_normalized_clouds():
 @pytest.mark.parametrize(
     ("points", "sentence"),
     [
-        (torch.rand(1, 7, 3), "8 points are needed of each cloud, these have 7"),
-        (torch.rand(7, 3), r"has the shape \(clouds, points, coordinates\), not \(7, 3\)"),
+        (torch.rand(1, 7, 3), r"8 points .*7\."),
+        (torch.rand(7, 3), r"\(clouds, points, coordinates\), not \(7, 3\)"),
         (
             torch.tensor([0.0, 1, torch.nan]).expand(2, 9, 3),
-            "Cloud 0 of the batch has coordinates that are not finite",
+            "Cloud 0 .*not finite",
         ),
     ],
 )
@@ -77,7 +77,7 @@ def test_clouds_that_are_refused(points, sentence):
 
 
 def test_groups_of_more_points_than_there_are():
-    with pytest.raises(ValueError, match="16 points are needed of each cloud, these have 10"):
+    with pytest.raises(ValueError, match=r"16 points .*10\."):
         group_points(torch.rand(1, 10, 3), 4, 16)
     assert nearest_points(torch.rand(1, 10, 3), torch.rand(1, 4, 3), 10).shape == (1, 4, 10)
 
@@ -254,19 +254,19 @@ class Harmful:
     [
         (
             lambda state: state.pop("norm.bias"),
-            r"1 tensors: of norm.bias the file has the shape None, the model \(48",
+            r"1 tensors: .*norm\.bias .*None, .*\(48",
         ),
         (
             lambda state: state.update(more=torch.zeros(2)),
-            r"of more the file has the shape \(2,\), the model None",
+            r"of more .*\(2,\), .*None",
         ),
         (
             lambda state: state.update(cls_pos=torch.zeros(3)),
-            r"of cls_pos the file has the shape \(3,\), the model",
+            r"of cls_pos .*\(3,\), .*model",
         ),
         (
             lambda state: state.update(cls_pos=Harmful()),
-            "no checkpoint that can be read without running code",
+            "no checkpoint .*running code",
         ),
     ],
 )
@@ -285,7 +285,7 @@ def test_files_that_are_no_checkpoints(tmp_path):
     with pytest.raises(ValueError, match="neither of the entries"):
         load_point_bert(PointTransformer(5, **TINY), checkpoint(tmp_path, None))
     (tmp_path / "text.pth").write_text("text")
-    with pytest.raises(ValueError, match="no checkpoint that can be read"):
+    with pytest.raises(ValueError, match=r"text\.pth is no checkpoint"):
         load_point_bert(PointTransformer(5, **TINY), tmp_path / "text.pth")
 
 

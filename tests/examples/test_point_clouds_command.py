@@ -144,10 +144,10 @@ def test_too_few_clouds_and_files_of_others(tmp_path):
         "--output",
         str(tmp_path / "results.json"),
     ]
-    with pytest.raises(SystemExit, match="40 clouds do not fill a batch of 64"):
+    with pytest.raises(SystemExit, match=r"40 clouds .*64"):
         point_clouds.main(options)
     (tmp_path / "results.json").write_text('{"runs": 1}')
-    with pytest.raises(SystemExit, match="is no results file of this command"):
+    with pytest.raises(SystemExit, match=r"results\.json .*--output"):
         point_clouds.main(options)
     assert (tmp_path / "results.json").read_text() == '{"runs": 1}'
 
@@ -162,7 +162,7 @@ def test_a_training_that_breaks_off_is_told(tmp_path, tiny_sizes, monkeypatch):
         "--output",
         str(tmp_path / "results.json"),
     ]
-    with pytest.raises(SystemExit, match="dense, seed 0: the training loss is nan"):
+    with pytest.raises(SystemExit, match=r"dense, seed 0: .*nan"):
         point_clouds.main([*options, "--seeds", "0"])
 
 

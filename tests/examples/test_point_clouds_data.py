@@ -48,17 +48,17 @@ def zip_and_cut(path):
     ("damage", "sentence"),
     [
         (Path.unlink, "has no train-images-idx3-ubyte"),
-        (cut, "train-images-idx3-ubyte is no whole idx file"),
-        (zip_and_cut, "train-images-idx3-ubyte.gz is damaged or cut off"),
+        (cut, "train-images-idx3-ubyte .*idx file"),
+        (zip_and_cut, r"train-images-idx3-ubyte\.gz is damaged"),
         (
             lambda path: write_idx(path, np.zeros((40, 28, 28), np.uint8)),
-            "Image 0 of train has no ink",
+            "Image 0 of train",
         ),
         (
             lambda path: write_idx(path, np.ones((9, 28, 28), np.uint8)),
-            "has 9 images of train and 40 labels",
+            "9 images of train .*40 labels",
         ),
-        (lambda path: None, "There are 40 images of train, 41 were asked for"),
+        (lambda path: None, "40 images of train, 41 "),
     ],
 )
 def test_mnist_that_is_refused(tmp_path, damage, sentence):
@@ -82,7 +82,7 @@ def test_modelnet10(tmp_path, capsys):
         read_modelnet10(tmp_path, "train")
     with gzip.open(tmp_path / "chair.npy.gz", "wb") as file:
         np.save(file, np.zeros((3, 32, 32, 32)))
-    with pytest.raises(ValueError, match=r"shape \(3, 32, 32, 32\), not grids"):
+    with pytest.raises(ValueError, match=r"shape \(3, 32, 32, 32\)"):
         read_modelnet10(tmp_path, "train")
     (tmp_path / "chair.npy.gz").unlink()
     with pytest.raises(ValueError, match=r"chair\.npy\.gz is missing"):
@@ -105,12 +105,12 @@ def test_modelnet40(tmp_path):
     [
         ("modelnet40_shape_names.txt", None, "modelnet40_shape_names.txt is missing"),
         ("modelnet40_train.txt", "", "modelnet40_train.txt is empty"),
-        ("modelnet40_train.txt", "vase_0001", "names vase_0001, but 'vase' is none of the classes"),
+        ("modelnet40_train.txt", "vase_0001", r"modelnet40_train\.txt .*vase_0001, .*'vase'"),
         ("modelnet40_train.txt", "cone_0009", "cone_0009.txt is missing"),
-        ("cone/cone_0001.txt", "1,2,x,4,5,6", "cone_0001.txt is no table of numbers"),
-        ("cone/cone_0001.txt", "1,2,3", "should have 6 finite numbers in each line"),
-        ("cone/cone_0001.txt", "1,2,nan,4,5,6", "should have 6 finite numbers in each line"),
-        ("cone/cone_0002.txt", "1,2,3,4,5,6", "cone_0002.txt has 1 points, 30 are needed"),
+        ("cone/cone_0001.txt", "1,2,x,4,5,6", r"cone_0001\.txt .*table of numbers"),
+        ("cone/cone_0001.txt", "1,2,3", r"cone_0001\.txt .*6 finite numbers"),
+        ("cone/cone_0001.txt", "1,2,nan,4,5,6", r"cone_0001\.txt .*6 finite numbers"),
+        ("cone/cone_0002.txt", "1,2,3,4,5,6", r"cone_0002\.txt .*1 points, 30 "),
     ],
 )
 def test_modelnet40_that_is_refused(tmp_path, file, text, sentence):
@@ -139,9 +139,9 @@ def test_s3dis(tmp_path, layout):
 @pytest.mark.parametrize(
     ("file", "text", "sentence"),
     [
-        ("wall_12.txt", b"1 2 3 4 5 6\n1 2 3 4 5\x106 7\n", "wall_12.txt is no table of numbers"),
-        ("wall_12.txt", b"1 2 3 4 5\n", "should have 6 finite numbers in each line"),
-        ("lamp_1.txt", b"1 2 3 4 5 6\n", "is of no class of S3DIS: 'lamp'"),
+        ("wall_12.txt", b"1 2 3 4 5 6\n1 2 3 4 5\x106 7\n", r"wall_12\.txt .*table of numbers"),
+        ("wall_12.txt", b"1 2 3 4 5\n", r"wall_12\.txt .*6 finite numbers"),
+        ("lamp_1.txt", b"1 2 3 4 5 6\n", r"lamp_1\.txt .*class of S3DIS: 'lamp'"),
         (None, None, "has no objects"),
     ],
 )
@@ -158,8 +158,8 @@ def test_s3dis_texts_that_are_refused(tmp_path, file, text, sentence):
 @pytest.mark.parametrize(
     ("array", "sentence"),
     [
-        (np.zeros((4, 6)), r"shape \(4, 6\), not \(points, 7\)"),
-        (np.full((4, 7), 13.0), "has labels other than 0 to 12"),
+        (np.zeros((4, 6)), r"\(4, 6\), not \(points, 7\)"),
+        (np.full((4, 7), 13.0), "labels other than 0 to 12"),
         (np.array([{}]), "is no array"),
     ],
 )
@@ -170,5 +170,5 @@ def test_s3dis_arrays_that_are_refused(tmp_path, array, sentence):
 
 
 def test_s3dis_without_rooms(tmp_path):
-    with pytest.raises(ValueError, match="has no rooms of test"):
+    with pytest.raises(ValueError, match="no rooms of test"):
         read_s3dis(tmp_path, "test")

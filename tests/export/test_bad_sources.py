@@ -40,34 +40,31 @@ DAMAGED_FOLDERS = {
 def test_damaged_folders(ewa_vit, tmp_path, damage):
     save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
     DAMAGED_FOLDERS[damage](tmp_path / "moe")
-    with pytest.raises(
-        ValueError, match=r"local-dir:.*moe cannot be created from its config.json and weights: \S+"
-    ):
+    with pytest.raises(ValueError, match=r"local-dir:.*moe cannot be created .*: \S"):
         timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
     assert os.listdir(tmp_path) == ["moe"]
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "message"),
     [
-        {"args": argparse.Namespace(model=3)},
-        {"args": argparse.Namespace(model="vit_tiny_ewa_moe", model_kwargs=1.5)},
-        {"state_dict": {1: torch.zeros(1)}},
-        {"mean": [0.5, 0.5]},
+        ({"args": argparse.Namespace(model=3)}, "which model .*--model"),
+        (
+            {"args": argparse.Namespace(model="vit_tiny_ewa_moe", model_kwargs=1.5)},
+            "arguments in .*damaged",
+        ),
+        ({"state_dict": {1: torch.zeros(1)}}, "no state dict .*1 is of type Tensor"),
+        ({"mean": [0.5, 0.5]}, r"train\.py .*mean .*channel"),
     ],
 )
-def test_damaged_checkpoints(checkpoint, tmp_path, damage):
+def test_damaged_checkpoints(checkpoint, tmp_path, damage, message):
     content = torch.load(checkpoint, weights_only=False)
     if "mean" in damage:
         content["args"].mean = damage["mean"]
     else:
         content.update(damage)
     torch.save(content, checkpoint)
-    with pytest.raises(
-        ValueError,
-        match=r"does not say which model|no state dict of tensors|model.s arguments .* damaged"
-        r"|arguments of train.py in .* do not fit: mean must hold a number for each channel",
-    ):
+    with pytest.raises(ValueError, match=message):
         timm_moe.export_dense(checkpoint, tmp_path / "vit")
 
 
@@ -95,38 +92,22 @@ def _write(path, content):
     ("name", "content", "message"),
     [
         ("a.pth", b"", "is empty"),
-        ("a.pth", b"not a checkpoint at all", "is damaged or not a checkpoint"),
-        ("a.pth", b"\x89PNG\r\n\x1a\n" + bytes(99), "is damaged or not a checkpoint"),
-        ("a.safetensors", b"not safetensors either", "is damaged or not a checkpoint"),
-        (
-            "a.safetensors",
-            {"state_dict": {}},
-            "was written by torch.save and is no safetensors file: rename it",
-        ),
-        (
-            "summary.csv",
-            b"epoch,train_loss,eval_loss\n0,4.4,4.3\n",
-            "is damaged or not a checkpoint",
-        ),
-        (
-            "a.pth",
-            {"state_dict": Code()},
-            r"runs code when it is read, which is refused: .* names \w+.system\.$",
-        ),
-        ("a.pth", pickle.dumps(Code()), "runs code when it is read|is damaged or not a checkpoint"),
-        ("a.pth", [1, 2], "holds a list, not a checkpoint"),
-        ("a.pth", {"state_dict": 3}, "has no state dict of tensors"),
-        (
-            "a.pth",
-            {"state_dict": {"x": torch.zeros(1)}},
-            "does not say which model it belongs to: name it with --model",
-        ),
+        ("a.pth", b"not a checkpoint at all", "damaged or not"),
+        ("a.pth", b"\x89PNG\r\n\x1a\n" + bytes(99), "damaged or not"),
+        ("a.safetensors", b"not safetensors either", "damaged or not"),
+        ("a.safetensors", {"state_dict": {}}, r"torch\.save .*\.pth"),
+        ("summary.csv", b"epoch,train_loss,eval_loss\n0,4.4,4.3\n", "damaged or not"),
+        ("a.pth", {"state_dict": Code()}, r"runs code .* names \w+\.system\.$"),
+        ("a.pth", pickle.dumps(Code()), "runs code|damaged or not"),
+        ("a.pth", [1, 2], "holds a list"),
+        ("a.pth", {"state_dict": 3}, "no state dict .*'state_dict' is of type int"),
+        ("a.pth", {"state_dict": {"x": torch.zeros(1)}}, "which model .*--model"),
     ],
 )
 def test_bad_files(tmp_path, monkeypatch, name, content, message):
     monkeypatch.chdir(tmp_path)
     file = _write(tmp_path / name, content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{name} .*({message})"):
         timm_moe.export_dense(file, tmp_path / "vit")
     assert os.listdir(tmp_path) == [name]
 
@@ -140,7 +121,7 @@ def test_truncated_files(checkpoint, ewa_vit, tmp_path, kind, kept):
     else:
         file.write_bytes(checkpoint.read_bytes())
     os.truncate(file, int(file.stat().st_size * kept))
-    with pytest.raises(ValueError, match="is damaged or not a checkpoint"):
+    with pytest.raises(ValueError, match=rf"cut\.{kind} .*damaged or not"):
         timm_moe.export_dense(file, tmp_path / "vit", spec=SPEC)
 
 
@@ -207,15 +188,9 @@ def test_weights_of_another_kind(checkpoint, ewa_vit, tmp_path, kind, dtype):
 def test_another_number_of_experts_and_another_placement(ewa_vit, tmp_path):
     torch.save({"state_dict": ewa_vit.state_dict()}, tmp_path / "a.pth")
     for kwargs, message in [
-        ({"num_experts": 8}, "has 4 experts in blocks.1.mlp.fc1.weight, the model has 8"),
-        (
-            {"moe_layers": "1"},
-            "the file has experts in moe_layers=1,3, the model in 1",
-        ),
-        (
-            {"moe_layers": "1,2,3"},
-            "has experts, but none in blocks.2.mlp.fc1.weight, where the model has some",
-        ),
+        ({"num_experts": 8}, r"4 experts in blocks\.1\.mlp\.fc1\.weight, .*8"),
+        ({"moe_layers": "1"}, "moe_layers=1,3, the model in 1"),
+        ({"moe_layers": "1,2,3"}, r"none in blocks\.2\.mlp\.fc1\.weight"),
     ]:
         with pytest.raises(ValueError, match=message):
             timm_moe.export_dense(

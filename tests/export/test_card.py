@@ -75,7 +75,7 @@ def test_a_pushed_export_has_the_card_of_its_checkpoint(
 def test_a_folders_own_card_takes_no_statements(checkpoint, tmp_path):
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     (folder / "README.md").write_text("Mine.")
-    with pytest.raises(ValueError, match=r"has a README\.md of its own"):
+    with pytest.raises(ValueError, match=r"README\.md of its own"):
         push_dense(folder, "user/vit", license="mit", dry_run=True)
 
 
@@ -387,11 +387,11 @@ def test_an_option_that_does_not_exist(function, dense_vit):
     ("repo_id", "options", "message"),
     [
         ("name", {}, "named user/name, got 'name'"),
-        ("a/b/c", {}, "no name of a repository"),
-        ("user/na me", {}, "no name of a repository"),
-        ("hf-hub:user/name", {}, "no name of a repository"),
-        ("user/name", {"revision": "a b"}, "name of a branch"),
-        ("user/name", {"revision": ""}, "name of a branch"),
+        ("a/b/c", {}, "'a/b/c' .*repository"),
+        ("user/na me", {}, "'user/na me' .*repository"),
+        ("hf-hub:user/name", {}, "'hf-hub:user/name' .*repository"),
+        ("user/name", {"revision": "a b"}, "revision .*'a b'"),
+        ("user/name", {"revision": ""}, "revision .*''"),
     ],
 )
 def test_bad_destinations(repo_id, options, message):
@@ -402,19 +402,19 @@ def test_bad_destinations(repo_id, options, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no/such/file", "user/vit", "--dry-run"], "is neither a file nor a folder"),
+        (["no/such/file", "user/vit", "--dry-run"], "no/such/file is neither"),
         (["{checkpoint}", "user", "--dry-run"], "named user/name"),
         (
             ["{checkpoint}", "user/vit", "--dry-run", "--license", "My Own"],
-            "license must be an abbreviation",
+            "apache-2.0: got 'My Own'",
         ),
         (
             ["{checkpoint}", "user/vit", "--dry-run", "--metrics", "top1=high"],
-            "top1 must be a finite number",
+            "metric top1 ",
         ),
         (
             ["{checkpoint}", "user/vit", "--dry-run", "--metrics", "top1=float('nan')"],
-            "top1 must be a finite number",
+            "metric top1 ",
         ),
         (["{checkpoint}", "user/vit", "--dry-run", "--model", "vit_tiny_moe"], "do not fit"),
         (["{folder}", "user/vit", "--dry-run"], "has no config.json"),
@@ -430,7 +430,7 @@ def test_bad_arguments(checkpoint, tmp_path, capsys, arguments, message):
 
 def test_what_is_no_expert_model(checkpoint, dense_vit, tmp_path):
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
-    with pytest.raises(ValueError, match="holds no expert model; leave out --moe"):
+    with pytest.raises(ValueError, match="leave out --moe"):
         push_moe(folder, "user/vit", dry_run=True)
     with pytest.raises(ValueError, match="has no expert layers"):
         push_dense(dense_vit, "user/vit", method="svd", dry_run=True)

@@ -46,16 +46,12 @@ def test_names_of_classes_go_along(ewa_vit, tmp_path):
 
 def test_names_that_are_not_those_of_the_model(ewa_vit, tmp_path, caplog):
     for names, descriptions, message in (
-        (NAMES[:4], None, "There are 4 names of classes, but the model has 5 classes"),
-        ("ants!", None, "There are 1 names"),
-        ([*NAMES[:4], 3], None, "The name of a class must be a text, got 3"),
-        ([*NAMES[:4], ""], None, "The name of a class must be a text, got ''"),
-        (
-            NAMES,
-            {"cow": "a mammal"},
-            "label_descriptions must hold texts by names of classes, got 'cow'",
-        ),
-        (None, {"ant": "an insect"}, "state those too"),
+        (NAMES[:4], None, "4 names .*5 classes"),
+        ("ants!", None, "1 names .*5 classes"),
+        ([*NAMES[:4], 3], None, r"name of a class .*3\."),
+        ([*NAMES[:4], ""], None, "name of a class .*''"),
+        (NAMES, {"cow": "a mammal"}, "label_descriptions .*'cow'"),
+        (None, {"ant": "an insect"}, "label_descriptions .*label_names"),
     ):
         with pytest.raises(ValueError, match=message):
             timm_moe.export_dense(
@@ -65,7 +61,7 @@ def test_names_that_are_not_those_of_the_model(ewa_vit, tmp_path, caplog):
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=NAMES)
     finetuned = timm.create_model(f"local-dir:{tmp_path / 'vit'}", num_classes=3)
     timm_moe.export_dense(finetuned, tmp_path / "other", model_args=OPTIONS)
-    assert "left out: There are 5 names of classes, but the model has 3" in caplog.text
+    assert "There are 5 names" in caplog.text
     assert _names_in(tmp_path / "other") == (None, None)
 
 
@@ -109,7 +105,7 @@ def test_names_from_the_training_images(checkpoint, tmp_path, capsys):
     assert _names_in(tmp_path / "moe")[0] == ["a", "b", "c", "x9", "x10"]
     capsys.readouterr()
     for options, message in (
-        (["--split", "validation"], "There are 2 names of classes, but the model has 5 classes"),
+        (["--split", "validation"], "There are 2 names"),
         (["--split", "none"], "has no split 'none'"),
     ):
         for moe in ([], ["--moe"]):
@@ -119,7 +115,7 @@ def test_names_from_the_training_images(checkpoint, tmp_path, capsys):
         main(["export", str(checkpoint), str(tmp_path / "wrong"), "--class-map", "classes.txt"])
         == 1
     )
-    assert "--class-map numbers the folders of --data-dir" in capsys.readouterr().err
+    assert "folders of --data-dir" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists()
 
 
@@ -168,7 +164,7 @@ def test_a_damaged_history(ewa_vit, tmp_path):
         refused = (
             "it holds NaN"
             if "NaN" in json.dumps(entry)
-            else r"The entry timm_moe in .*config.json is damaged"
+            else r"timm_moe in .*config\.json is damaged"
         )
         with pytest.raises(ValueError, match=refused):
             timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")

@@ -136,9 +136,7 @@ def test_a_model_changed_after_its_creation(ewa_vit, tmp_path):
     ewa_vit.set_input_size(48)
     stated = {}
     if not records_arguments():  # nor does timm then record a change
-        with pytest.raises(
-            ValueError, match="does not load pos_embed as it was saved; state what was changed"
-        ):
+        with pytest.raises(ValueError, match=r"pos_embed .*model_args"):
             timm_moe.export_dense(ewa_vit, tmp_path / "vit")
         stated = {"img_size": 48}
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", model_args=stated)
@@ -168,7 +166,7 @@ def test_small_outputs_are_compared_in_their_own_size(ewa_vit, tmp_path, monkeyp
         "outputs",
         lambda model, images: outputs(model, images) * off[bool(timm_moe.moe_layers(model))],
     )
-    with pytest.raises(ValueError, match="outputs differ from the source's"):
+    with pytest.raises(ValueError, match="outputs differ"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
 
 
@@ -186,7 +184,7 @@ def test_a_full_folder_is_replaced_only_when_asked(ewa_vit, tmp_path):
     (tmp_path / "vit/notes.txt").write_text("mine")
     before = (tmp_path / "vit/model.safetensors").read_bytes()
     ewa_vit.head.bias.data += 1
-    with pytest.raises(FileExistsError, match="is not empty; pass --overwrite"):
+    with pytest.raises(FileExistsError, match=r"not empty.*--overwrite"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert (tmp_path / "vit/model.safetensors").read_bytes() == before
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", overwrite=True)
@@ -250,9 +248,7 @@ def test_a_new_model_never_stands_beside_another_ones_config(ewa_vit, tmp_path, 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite(ewa_vit, tmp_path, bad):
     ewa_vit.blocks[1].mlp.fc1.weight.data[2, 0, 0] = bad
-    with pytest.raises(
-        ValueError, match=r"blocks.1.mlp.fc1.weight holds NaN or Inf; pass --allow-nonfinite"
-    ):
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.fc1\.weight .*NaN.*--allow-nonfinite"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert not (tmp_path / "vit").exists()
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", allow_nonfinite=True)
@@ -268,18 +264,14 @@ def test_outputs_that_are_not_finite(ewa_vit, tmp_path, write):
     # A number, which the next addition exceeds.
     torch.nn.init.constant_(ewa_vit.blocks[0].mlp.fc2.bias, 3e38)
     torch.nn.init.constant_(ewa_vit.blocks[2].mlp.fc2.bias, 3e38)
-    with pytest.raises(
-        ValueError, match="weights are finite, but its outputs on random images hold NaN or Inf"
-    ):
+    with pytest.raises(ValueError, match=r"outputs .*NaN.*--allow-nonfinite"):
         write(ewa_vit, tmp_path / "vit")
     assert not (tmp_path / "vit").exists()
     write(ewa_vit, tmp_path / "vit", allow_nonfinite=True)
 
 
 def test_no_nan_in_config_json(ewa_vit, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"An argument of the model cannot be written to config.json: .*JSON"
-    ):
+    with pytest.raises(ValueError, match=r"argument .*config\.json: .*JSON"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit", model_args={"init_values": float("nan")})
     assert not (tmp_path / "vit").exists()
 
@@ -287,20 +279,10 @@ def test_no_nan_in_config_json(ewa_vit, tmp_path):
 @pytest.mark.parametrize(
     ("source", "target", "error", "message"),
     [
-        (
-            "user/name",
-            "vit",
-            FileNotFoundError,
-            "is neither a file nor a folder; a repository on the Hub is written hf-hub:",
-        ),
-        (None, "hf-hub:user/name", ValueError, "the output must be a local folder"),
-        (
-            None,
-            "file/name",
-            NotADirectoryError,
-            "file is a file, so file/name cannot be made in it",
-        ),
-        (None, "file", FileExistsError, "is a file; the output must be a folder"),
+        ("user/name", "vit", FileNotFoundError, "user/name is neither .*hf-hub:"),
+        (None, "hf-hub:user/name", ValueError, "hf-hub:user/name .*local folder"),
+        (None, "file/name", NotADirectoryError, "file is a file, .*file/name"),
+        (None, "file", FileExistsError, "file is a file"),
         ("folder", "vit", FileNotFoundError, "has no config.json"),
     ],
 )
@@ -324,9 +306,7 @@ def test_a_dense_model_is_written_as_it_is(dense_vit, images, tmp_path):
 
 def test_arguments_that_stock_timm_would_need_are_asked_for(ewa_vit, tmp_path):
     ewa_vit.dense_args = {"num_classes": 5}
-    with pytest.raises(
-        ValueError, match=r"Stock timm cannot load the exported weights.*model_args"
-    ):
+    with pytest.raises(ValueError, match=r"Stock timm cannot load .*model_args"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert os.listdir(tmp_path) == []
 
@@ -334,7 +314,7 @@ def test_arguments_that_stock_timm_would_need_are_asked_for(ewa_vit, tmp_path):
 def test_outputs_that_differ_stop_the_export(ewa_vit, tmp_path):
     # Not in the weights.
     ewa_vit.head.register_forward_hook(lambda module, args, output: output + 1)
-    with pytest.raises(ValueError, match=r"outputs differ from the source's by 1"):
+    with pytest.raises(ValueError, match=r"outputs differ .*by 1"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert os.listdir(tmp_path) == []
 

@@ -194,13 +194,9 @@ def test_a_dense_model_of_transformers_is_written_as_it_is(transformers, tmp_pat
 def test_a_model_that_does_not_say_which_images_it_takes(transformers, tmp_path):
     config = transformers.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8)
     model = transformers.ResNetForImageClassification(config)
-    with pytest.raises(
-        ValueError, match="does not say which images the model takes: pass example_inputs"
-    ):
+    with pytest.raises(ValueError, match=r"which images .*example_inputs"):
         export_dense(model, tmp_path / "resnet")
-    with pytest.raises(
-        ValueError, match=r"does not run on inputs of shape \(2, 5\); pass example_inputs that it"
-    ):
+    with pytest.raises(ValueError, match=r"inputs of shape \(2, 5\); .*example_inputs"):
         export_dense(model, tmp_path / "resnet", example_inputs=torch.randn(2, 5))
     with pytest.raises(ValueError, match="example_inputs hold no tensor"):
         export_dense(model, tmp_path / "resnet", example_inputs={"pixel_values": None})
@@ -213,22 +209,19 @@ def test_what_is_not_given_back_stops_the_export(transformers, tmp_path):
     model = with_experts(of_transformers(transformers, "vit"))
     # Not in the weights.
     model.classifier.register_forward_hook(lambda module, args, output: output + 1)
-    with pytest.raises(ValueError, match="outputs differ from the source's by 1"):
+    with pytest.raises(ValueError, match=r"outputs differ .*by 1"):
         export_dense(model, tmp_path / "vit")
     model = of_transformers(transformers, "vit").bfloat16()
     nn.init.normal_(model.classifier.float().weight)
-    with pytest.raises(
-        ValueError,
-        match=r"does not load classifier.weight \(torch.float32\) as it was saved; .*float\(\)",
-    ):
+    with pytest.raises(ValueError, match=r"classifier\.weight \(torch\.float32\).*float\(\)"):
         export_dense(model, tmp_path / "vit")
     model = of_transformers(transformers, "vit")
     model.extra = nn.Linear(2, 2)  # which from_pretrained knows nothing of
-    with pytest.raises(ValueError, match=r"from_pretrained does not load extra\.\w+"):
+    with pytest.raises(ValueError, match=r"from_pretrained .*extra\.\w+"):
         export_dense(model, tmp_path / "vit")
     model = of_transformers(transformers, "vit")
     model.classifier.weight.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"classifier.weight holds NaN or Inf"):
+    with pytest.raises(ValueError, match=r"classifier\.weight .*NaN"):
         export_dense(model, tmp_path / "vit")
     assert os.listdir(tmp_path) == []
     export_dense(model, tmp_path / "vit", allow_nonfinite=True)
@@ -240,9 +233,7 @@ def test_adapters_have_to_be_merged(transformers, tmp_path):
         of_transformers(transformers, "vit"), peft.LoraConfig(target_modules=["q_proj"])
     )
     for adapted in (model, model.get_base_model()):
-        with pytest.raises(
-            ValueError, match=r"has adapters of PEFT: export what its merge_and_unload\(\) returns"
-        ):
+        with pytest.raises(ValueError, match=r"PEFT: .*merge_and_unload\(\)"):
             export_dense(adapted, tmp_path / "vit")
     assert export_dense(model.merge_and_unload(), tmp_path / "vit").largest_difference == 0
 
@@ -308,11 +299,9 @@ def test_neither_timm_nor_transformers_takes_a_state_dict_for_theirs(transformer
     export_dense(model, tmp_path / "vit", example_inputs=torch.randn(1, 3, 32, 32))
     with pytest.raises(RuntimeError, match=r"Unknown model \(class resnet18\.ResNet\)"):
         timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True)
-    with pytest.raises(
-        ValueError, match="model type `state_dict` but Transformers does not recognize"
-    ):
+    with pytest.raises(ValueError, match="model type `state_dict`"):
         transformers.AutoModel.from_pretrained(tmp_path / "vit")
-    with pytest.raises(ValueError, match="cannot be created from its config"):
+    with pytest.raises(ValueError, match="cannot be created"):
         export_dense(tmp_path / "vit", tmp_path / "other")
 
 
@@ -329,7 +318,7 @@ def test_shared_weights_and_arguments_by_name(tmp_path):
 def test_outputs_are_not_compared_without_inputs(tmp_path, caplog):
     export = export_dense(plain(), tmp_path / "plain")
     assert export.largest_difference is None
-    assert "so its outputs are not compared: pass example_inputs" in caplog.text
+    assert "pass example_inputs" in caplog.text
     assert (
         export_dense(
             plain(), tmp_path / "other", example_inputs=(torch.randn(1, 3, 4, 4),)
@@ -342,9 +331,7 @@ def test_outputs_of_another_kind_stop_the_export(tmp_path):
     model = plain()
     sizes = iter([2, 3])
     model.register_forward_hook(lambda module, args, output: output[:, :1].expand(-1, next(sizes)))
-    with pytest.raises(
-        ValueError, match="outputs are not as many as the source's, or of other shapes"
-    ):
+    with pytest.raises(ValueError, match=r"outputs .*other shapes"):
         export_dense(model, tmp_path / "plain", example_inputs=torch.randn(2, 3, 4, 4))
     assert os.listdir(tmp_path) == []
 
@@ -361,9 +348,7 @@ def test_outputs_of_another_kind_stop_the_export(tmp_path):
 )
 def test_options_without_meaning_are_refused(tmp_path, options):
     (name,) = options
-    with pytest.raises(
-        ValueError, match=f"^{name} has no meaning for this Sequential, which timm did not make.$"
-    ):
+    with pytest.raises(ValueError, match=f"^{name} .*Sequential"):
         export_dense(plain(), tmp_path / "plain", **options)
     assert os.listdir(tmp_path) == []
 
@@ -371,7 +356,7 @@ def test_options_without_meaning_are_refused(tmp_path, options):
 def test_a_folder_is_replaced_when_asked(transformers, tmp_path):
     export_dense(plain(), tmp_path / "model", example_inputs=torch.randn(1, 48))
     model = of_transformers(transformers, "vit")
-    with pytest.raises(FileExistsError, match="is not empty; pass --overwrite"):
+    with pytest.raises(FileExistsError, match=r"not empty.*--overwrite"):
         export_dense(model, tmp_path / "model")
     export_dense(model, tmp_path / "model", overwrite=True)
     assert (

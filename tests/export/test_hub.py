@@ -198,7 +198,7 @@ def test_a_folder_of_experts_is_uploaded_as_it_is_too(hub, server, checkpoints, 
         assert json.loads(pushed["config.json"])["architecture"] == "vit_tiny_patch16_224"
         assert pushed["README.md"] != b"Mine."  # which was of the experts
         sentence = hub.refused(folder, f"user/{name}", "--use-ema")
-        assert "states its model and has one kind of weights" in sentence
+        assert "states its model" in sentence
         assert "states its model" in hub.refused(folder, f"user/{name}", "--num-classes", "3")
     dense = timm_moe.export_dense(checkpoint, tmp_path / "dense").path
     assert "has no expert layers" in hub.refused(dense, "user/vit", "--method", "svd")
@@ -262,7 +262,7 @@ def test_names_of_classes_are_published(checkpoint, hub, server, tmp_path):
         assert json.loads(server.files("user/vit")["config.json"])["label_names"] == names
     shutil.rmtree(tmp_path / "images/train/e")
     sentence = hub.refused(folder, "user/vit", "--data-dir", tmp_path / "images")
-    assert "There are 4 names of classes, but the model has 5 classes" in sentence
+    assert "There are 4 names" in sentence
 
 
 def test_nothing_new_is_no_commit(hub, server, checkpoint):
@@ -329,20 +329,16 @@ def test_the_clients_settings_are_restored(monkeypatch, terminal):
 
 
 def test_who_may_not_push(hub, server, checkpoint):
-    assert "not logged in to the Hub: run hf auth login" in hub.refused(
-        checkpoint, "user/vit", token=None
-    )
+    assert "run hf auth login, or" in hub.refused(checkpoint, "user/vit", token=None)
     assert not server.requests
     assert "does not know your token" in hub.refused(checkpoint, "user/vit", token="hf_wrongSecret")
     assert "may only read" in hub.refused(checkpoint, "user/vit", token=READ_TOKEN)
-    assert "holds characters that no token has" in hub.refused(
-        checkpoint, "user/vit", token="hf_Sécret"
-    )
+    assert "characters that no token has" in hub.refused(checkpoint, "user/vit", token="hf_Sécret")
     (hub.folder / "token").write_text(TOKEN)  # as hf auth login leaves it
-    assert "does not let you write to other/vit" in hub.refused(checkpoint, "other/vit", token=None)
+    assert "write to other/vit" in hub.refused(checkpoint, "other/vit", token=None)
     (hub.folder / "token").unlink()
     server.create("other/vit")
-    assert "does not let you write to other/vit" in hub.refused(checkpoint, "other/vit")
+    assert "write to other/vit" in hub.refused(checkpoint, "other/vit")
     assert server.messages("other/vit") == ["initial commit"]
     hub.push(checkpoint, "other/vit", "--create-pr")  # anybody may propose a change
     assert server.requests[-1][1] == "/api/models/other/vit/commit/main?create_pr=1"
@@ -352,24 +348,16 @@ def test_who_may_not_push(hub, server, checkpoint):
 
 def test_where_nothing_can_be_pushed(hub, server, checkpoint):
     server.create("user/data", "dataset")
-    assert (
-        "taken, perhaps by another kind of repository: You already created this dataset"
-        in hub.refused(checkpoint, "user/data")
-    )
+    sentence = hub.refused(checkpoint, "user/data")
+    assert "user/data is taken" in sentence
+    assert "You already created this dataset" in sentence
     server.create("user/public")
-    assert "user/public is there already and public" in hub.refused(
-        checkpoint, "user/public", "--private"
-    )
+    assert "user/public is there already" in hub.refused(checkpoint, "user/public", "--private")
     assert server.messages("user/public") == ["initial commit"]
     sentence = hub.refused(checkpoint, "user/vit", "--license", "my-own")
-    assert (
-        'The Hub did not take it: Invalid metadata in README.md. - "license" must be one of'
-        in sentence
-    )
+    assert 'README.md. - "license" must be' in sentence
     server.faults.quota = 1000
-    assert "user/vit: Private repository storage limit reached" in hub.refused(
-        checkpoint, "user/vit"
-    )
+    assert "user/vit: Private repository storage" in hub.refused(checkpoint, "user/vit")
     assert server.messages("user/vit") == ["initial commit"]
 
 
@@ -388,7 +376,7 @@ def test_server_errors_that_stay(hub, server, checkpoint):
     for step, statuses in {"whoami": [500], "preupload": [502] * 6, "commit": [500]}.items():
         server.faults.answers = {step: statuses}
         assert re.search(
-            r"The Hub failed \(50\d: .*\); a push is made whole or",
+            r"The Hub failed \(50\d: ",
             hub.refused(checkpoint, "user/vit"),
         )
         assert server.messages("user/vit") == ["initial commit"]
@@ -398,7 +386,7 @@ def test_server_errors_that_stay(hub, server, checkpoint):
 def test_a_connection_that_breaks_in_the_upload(hub, server, checkpoint):
     server.create("user/vit")
     server.faults.cuts = 6  # the client tries five times more
-    assert "cannot be reached or broke off" in hub.refused(checkpoint, "user/vit")
+    assert "cannot be reached" in hub.refused(checkpoint, "user/vit")
     assert server.faults.cuts == 0
     assert set(server.files("user/vit")) == {".gitattributes"}
     server.faults.cuts = 1
@@ -416,10 +404,8 @@ def test_a_hub_that_accepts_and_does_not_answer(hub, server, checkpoint, step):
     begin = time.monotonic()
     sentence = hub.refused(checkpoint, "user/vit", "--revision", "new", patience=0.2)
     assert time.monotonic() - begin < 15
-    assert (
-        f"The Hub at {server.url} does not answer: it was given 0.2 seconds for each request"
-        in sentence
-    )
+    assert f"The Hub at {server.url} does not answer" in sentence
+    assert "0.2 seconds" in sentence
     assert re.search(r"and \d+ in all", sentence)
     server.faults.silent = ()
     hub.push(checkpoint, "user/vit", "--revision", "new")  # nothing of it stays
@@ -458,18 +444,16 @@ def test_the_check_comes_first(hub, server, checkpoint, tmp_path):
     content["state_dict"]["head.weight"][0, 0] = float("nan")
     torch.save(content, tmp_path / "nan.pth.tar")
     for options in ([], ["--moe"]):
-        assert "head.weight holds NaN or Inf" in hub.refused(
+        assert "head.weight holds NaN" in hub.refused(
             tmp_path / "nan.pth.tar", "user/vit", *options
         )
     exported = timm_moe.export_dense(
         tmp_path / "nan.pth.tar", tmp_path / "nan", allow_nonfinite=True
     ).path
-    assert "head.weight holds NaN or Inf" in hub.refused(exported, "user/vit")
+    assert "head.weight holds NaN" in hub.refused(exported, "user/vit")
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     os.truncate(folder / "model.safetensors", 1000)
-    assert "vit cannot be created from its config.json and weights" in hub.refused(
-        folder, "user/vit"
-    )
+    assert "vit cannot be created" in hub.refused(folder, "user/vit")
     (folder / "README.md").symlink_to(hub.folder / "token")
     assert "README.md leads out of" in hub.refused(folder, "user/vit")
     assert [path for _, path, _ in server.requests] == ["/api/whoami-v2"] * 5

@@ -149,7 +149,7 @@ def test_a_folder_in_the_hubs_cache(stranger, tmp_path, shared):
         "../../refs/main",
     ):
         link(snapshot / "README.md", target)
-        with pytest.raises(ValueError, match=r"README\.md leads out of .*0123"):
+        with pytest.raises(ValueError, match=r"README\.md leads out .*0123"):
             push_folder(snapshot, "user/vit", dry_run=True)
 
 
@@ -191,10 +191,7 @@ def test_what_was_checked_is_what_is_uploaded(stranger, home, monkeypatch, push)
 
 def test_an_error_names_the_folder_that_was_given(stranger):
     os.truncate(stranger / "model.safetensors", 1000)
-    with pytest.raises(
-        ValueError,
-        match=f"^local-dir:{stranger} cannot be created from its config.json and weights: ",
-    ):
+    with pytest.raises(ValueError, match=f"^local-dir:{stranger} cannot be created"):
         push_folder(stranger, "user/vit", dry_run=True)
 
 
@@ -213,7 +210,7 @@ def test_the_table_beside_a_checkpoint(checkpoint, home, tmp_path, function):
     (tmp_path / "run").mkdir()
     shutil.copy(checkpoint, tmp_path / "run/last.pth.tar")
     link(tmp_path / "run/summary.csv", home / "summary.csv")
-    with pytest.raises(ValueError, match=r"summary\.csv leads out of .*run"):
+    with pytest.raises(ValueError, match=r"summary\.csv leads out .*run"):
         function(
             tmp_path / "run/last.pth.tar",
             "out/outside" if options else tmp_path / "outside",
@@ -232,7 +229,7 @@ def test_weights_that_are_not_finite(stranger, ewa_vit, monkeypatch):
     ).path
     for folder, pushes in ((stranger, PUSHES.values()), (dense, (push_folder, push_dense))):
         for push in pushes:
-            with pytest.raises(ValueError, match=r"^head\.weight holds NaN or Inf"):
+            with pytest.raises(ValueError, match=r"^head\.weight .*NaN"):
                 push(folder, "user/vit", dry_run=True)
 
 
@@ -242,5 +239,5 @@ def test_outputs_that_are_not_finite(stranger, ewa_vit):
         ewa_vit.head.weight.fill_(1e38)
     save_for_hf(ewa_vit, str(stranger), model_args=OPTIONS, safe_serialization=True)
     for push in PUSHES.values():
-        with pytest.raises(ValueError, match=r"outputs on random images hold NaN or Inf"):
+        with pytest.raises(ValueError, match=r"outputs .*NaN"):
             push(stranger, "user/vit", dry_run=True)

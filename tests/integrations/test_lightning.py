@@ -215,7 +215,7 @@ class Manual(Classifier):
 
 
 def test_manual_optimization_adds_the_losses_itself():
-    with pytest.raises(RuntimeError, match="were not added to the training loss"):
+    with pytest.raises(RuntimeError, match="were not added"):
         trainer().fit(Manual(*ROUTED), loader())
     reference, module = Classifier(*ROUTED).train(), Manual(*ROUTED, adds=True)
     plain_loop(reference, 1)
@@ -233,14 +233,14 @@ class SteppingLate(Manual):
 
 
 def test_a_loss_that_manual_optimization_returns_comes_too_late_for_more():
-    with pytest.raises(RuntimeError, match="were not added to the training loss"):
+    with pytest.raises(RuntimeError, match="were not added"):
         trainer().fit(SteppingLate(*ROUTED), loader())
 
 
 def test_manual_optimization_is_averaged_and_told_for_how_many_steps():
     reference, module = Classifier(*EWA).train(), Manual(*EWA)
     plain_loop(reference, 1)
-    with pytest.warns(UserWarning, match="reaches its end after 12 steps of the optimizer"):
+    with pytest.warns(UserWarning, match=r"after 12 steps .*total_updates"):
         trainer(Seed()).fit(module, loader())
     assert largest_difference(module, reference) == 0.0
 
@@ -426,7 +426,7 @@ def test_a_checkpoint_of_more_processes_is_told():
     callback.setup(trainer_on("cpu"), None, "fit")
     before = torch.get_rng_state()
     torch.rand(1)
-    with pytest.warns(UserWarning, match="the random state of 2 processes and this run has 1"):
+    with pytest.warns(UserWarning, match=r"random state of 2 processes .* 1,"):
         callback.on_load_checkpoint(None, None, {RANDOM_STATES: checkpoint[RANDOM_STATES] * 2})
     assert (torch.get_rng_state() != before).any()
 
@@ -434,8 +434,12 @@ def test_a_checkpoint_of_more_processes_is_told():
 @pytest.mark.parametrize(
     ("options", "callbacks", "message"),
     [
-        ({"max_epochs": -1}, [], "number of optimizer steps of the run, got inf"),
-        ({}, [GradientAccumulationScheduler({1: 2})], "A GradientAccumulationScheduler leaves"),
+        ({"max_epochs": -1}, [], "optimizer steps .*inf: "),
+        (
+            {},
+            [GradientAccumulationScheduler({1: 2})],
+            "GradientAccumulationScheduler .*total_updates",
+        ),
     ],
 )
 def test_a_run_of_unknown_length_is_told(options, callbacks, message):
@@ -516,10 +520,9 @@ def test_lightning_is_imported_by_its_integration_alone():
     done = run_code(
         "import sys; sys.modules['lightning'] = None; import timm_moe.integrations.lightning"
     )
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: timm_moe.integrations.lightning needs lightning: pip install "
-        "'timm_moe[lightning]'."
-    )
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: timm_moe.integrations.lightning needs lightning")
+    assert "pip install 'timm_moe[lightning]'" in error
 
 
 def test_the_example(tmp_path):

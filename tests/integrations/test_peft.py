@@ -156,18 +156,14 @@ def test_nothing_is_made_of_experts_without_their_adapters(name, tmp_path):
     for make in makers:
         with pytest.raises(ValueError, match=r"has adapters.*merge_and_unload"):
             make()
-    with pytest.raises(
-        ValueError, match=r"fc1 of the experts in blocks\.3\.mlp has adapters.*cannot be averaged"
-    ):
+    with pytest.raises(ValueError, match=r"fc1 .*blocks\.3\.mlp has adapters.*averaged"):
         timm_moe.average_experts_(model, 0.3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_shared_expert_with_adapters_is_not_left_out():
     model = adapt(create("vimoe_s14_shared"), target_parameters=[], target_modules=["shared.fc1"])
-    with pytest.raises(
-        ValueError, match=r"shared\.fc1 of the experts in blocks\.10\.mlp has adapters"
-    ):
+    with pytest.raises(ValueError, match=r"shared\.fc1 .*blocks\.10\.mlp has adapters"):
         timm_moe.to_dense(model)
     timm_moe.to_dense(model.merge_and_unload())
 
@@ -175,20 +171,14 @@ def test_shared_expert_with_adapters_is_not_left_out():
 def test_averaging_refuses_trained_adapters(caplog):
     model = adapt(create()).train()
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1)
-    with pytest.raises(
-        ValueError,
-        match=r"has adapters or computed weights, which cannot be averaged.*share_rate=0",
-    ):
+    with pytest.raises(ValueError, match=r"has adapters .*averaged.*share_rate=0"):
         timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=3)
-    with pytest.raises(
-        ValueError,
-        match=r"has adapters or computed weights, which cannot be averaged.*share_rate=0",
-    ):
+    with pytest.raises(ValueError, match=r"has adapters .*averaged.*share_rate=0"):
         create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
     gradients(model, images_for("vit_tiny_ewa_moe"))
     with caplog.at_level(logging.WARNING, "timm_moe"):
         optimizer.step()
-    assert "nothing averages the experts that this optimizer trains" in caplog.text
+    assert "nothing averages the experts" in caplog.text
 
 
 def test_without_a_share_rate_adapters_train_as_they_are(caplog):
@@ -234,9 +224,7 @@ def test_averaging_goes_on_after_the_merge():
 def test_wrapped_routers_are_refused(options):
     """Their losses would be left out."""
     model = adapt(create("vit_tiny_moe"), **options)
-    with pytest.raises(
-        ValueError, match=r"router of blocks\.1\.mlp is a \w+, no Router: leave routers unwrapped"
-    ):
+    with pytest.raises(ValueError, match=r"router of blocks\.1\.mlp .*unwrapped"):
         model(images_for("vit_tiny_moe"))
 
 

@@ -100,9 +100,7 @@ def test_models_with_names_of_their_own_are_missing_with_a_warning(module, other
     assert set(left) == set(registered_models()) - of(f"ewa.{module}", *others)
     assert len(told) == len(others)
     for message, name in zip(told, others, strict=True):
-        assert message.startswith(
-            f"The models of timm_moe.models.{name} are missing, as timm has changed: "
-        )
+        assert f"timm_moe.models.{name} are missing" in message
 
 
 @pytest.fixture

@@ -274,7 +274,7 @@ def test_losses_of_a_forward_that_nobody_adds_are_told(tmp_path, caplog):
     run = trainer(native("ViT", router="top_k"), tmp_path, trainer_class=ForwardBefore, max_steps=1)
     with caplog.at_level("WARNING", "timm_moe"):
         run.train()
-    assert "The routers' losses of some forwards were not added to the training loss" in caplog.text
+    assert "some forwards were not added" in caplog.text
 
 
 def test_without_the_callback_trainer_is_what_it_was(tmp_path):
@@ -332,15 +332,11 @@ def test_a_folder_with_other_expert_layers_is_refused(kind, tmp_path):
     """Its files have the names of an earlier version of transformers, for ViT."""
     native(kind, router="top_k", moe_layers="1").save_pretrained(tmp_path / "fewer")
     more = native(kind, router="top_k", moe_layers="0,1")
-    with pytest.raises(
-        ValueError, match=r"has experts, but none in .*layers?\.0\.mlp.*: use its moe_layers"
-    ):
+    with pytest.raises(ValueError, match=r"none in .*layers?\.0\.mlp.*moe_layers"):
         load_experts(more, tmp_path / "fewer")
     run = trainer(native(kind, router="top_k", moe_layers="1"), tmp_path / "run", max_steps=2)
     run.train()
-    with pytest.raises(
-        ValueError, match=r"has experts, but none in .*layers?\.0\.mlp.*: use its moe_layers"
-    ):
+    with pytest.raises(ValueError, match=r"none in .*layers?\.0\.mlp.*moe_layers"):
         trainer(more, tmp_path / "run", max_steps=4).train(resume_from_checkpoint=True)
 
 

@@ -111,15 +111,13 @@ def test_noise_is_of_training_alone():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match=r"capacity_factor must be a number above 0, got 0\."):
+    with pytest.raises(ValueError, match=r"capacity_factor .*number above 0.* 0\."):
         layer(capacity_factor=0)
     with pytest.raises(ValueError, match=r"leaves no place"):
         layer(num_experts=4, capacity_factor=0.1)(torch.randn(1, 4, 5, dtype=torch.float64))
     moe = layer(group_images=2)
     x = torch.randn(3, 4, 5, dtype=torch.float64)
-    with pytest.raises(
-        ValueError, match=r"group_images=2 does not divide the batch of 3 images; 1, 3 would\."
-    ):
+    with pytest.raises(ValueError, match=r"group_images=2 .*3 images; 1, 3 "):
         moe(x)
     assert moe.eval()(x).shape == x.shape
 

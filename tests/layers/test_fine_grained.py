@@ -204,7 +204,7 @@ def test_another_dense_width_is_refused():
         layer.load_state_dict(
             {**network("Mlp", 2).state_dict(), **layer.router.state_dict(prefix="router.")}
         )
-    with pytest.raises(ValueError, match=r"8 experts in fc1\.weight, the model has 4"):
+    with pytest.raises(ValueError, match=r"8 experts in fc1\.weight, .*4"):
         layer.load_state_dict(layer_of(network("Mlp", 8), 8, 0.25).state_dict())
 
 
@@ -246,9 +246,7 @@ def test_a_shared_part_counts_as_one_more_expert_of_its_units(name):
 def test_parts_that_are_left_over_do_not_join():
     layer = layer_of(network("Mlp", 8), 6, 0.25)
     assert layer(torch.randn(3, WIDTH, dtype=torch.float64)).isfinite().all()
-    with pytest.raises(
-        ValueError, match=r"6 experts of 1/4 of the hidden width .* num_experts .* multiple of 4\."
-    ):
+    with pytest.raises(ValueError, match=r"6 experts of 1/4 .*num_experts .*4\."):
         layer.stacked_weights()
 
 
@@ -342,21 +340,14 @@ def test_drop_of_a_single_unit_and_of_weights_without_values():
 @pytest.mark.parametrize(
     ("width", "message"),
     [
-        (0, "expert_width must be a number above 0, got 0"),
-        (-0.5, "expert_width must be a number above 0, got -0.5"),
-        ("half", "expert_width must be a number above 0, got 'half'"),
-        (float("nan"), "expert_width must be a number above 0, got nan"),
-        (0.3, "expert_width must be 1 divided by a whole number, such as 0.5 or 0.25, got 0.3"),
-        (2, "expert_width must be 1 divided by a whole number, such as 0.5 or 0.25, got 2"),
-        (
-            0.2,
-            "expert_width=0.2 cannot divide the hidden width of 12 into 5 equal parts: take 1 / M "
-            "with an M",
-        ),
-        (
-            1e-9,
-            "expert_width=1e-09 cannot divide the hidden width of 12 into 1000000000 equal parts",
-        ),
+        (0, r"expert_width .*number above 0.* 0\.$"),
+        (-0.5, r"expert_width .*number above 0.*-0\.5"),
+        ("half", "expert_width .*number above 0.*'half'"),
+        (float("nan"), "expert_width .*number above 0.*nan"),
+        (0.3, r"expert_width .*whole number.* 0\.3\."),
+        (2, r"expert_width .*whole number.* 2\."),
+        (0.2, r"expert_width=0\.2 .*12 into 5 .*12\.$"),
+        (1e-9, "expert_width=1e-09 .*12 into 1000000000 "),
     ],
 )
 def test_bad_widths(width, message):
@@ -401,9 +392,6 @@ class Wrong(nn.Module):
 @pytest.mark.parametrize("options", [dict(expert_width=0.5), dict(expert_init="drop")])
 @pytest.mark.first_case
 def test_networks_without_hidden_units_of_their_own_are_refused(ffn, options):
-    message = (
-        rf"elementwise operations on its hidden units, which this {type(ffn).__name__} is not: "
-        "leave both"
-    )
+    message = f"expert_width .*expert_init='drop' .*{type(ffn).__name__}"
     with pytest.raises(ValueError, match=message):
         MoeMlp(ffn, TopKRouter(8, 4), 4, **options)

@@ -150,9 +150,7 @@ def test_computed_experts_become_dense_as_they_are_now(how, training, x):
 def test_shared_expert_that_is_computed_is_not_left_out():
     model = nn.Sequential(nn.LayerNorm(8), layer_of("shared"))
     prune.l1_unstructured(model[1].shared.fc1, "weight", 0.5)
-    with pytest.raises(
-        ValueError, match=r"shared\.fc1 of the experts in blocks\.1\.mlp .*prune\.remove"
-    ):
+    with pytest.raises(ValueError, match=r"shared\.fc1 .*blocks\.1\.mlp .*prune\.remove"):
         timm_moe.to_dense(model)
 
 
@@ -296,9 +294,7 @@ def test_nothing_is_made_of_weights_that_are_elsewhere(tmp_path):
                 timm_moe.to_dense(model)
         with pytest.raises(ValueError, match="has no values here"):
             timm_moe.export_dense(model, tmp_path / "dense")
-    with pytest.raises(
-        ValueError, match=r"blocks\.0\.mlp.fc1 has a forward bound to it.*remove_hook"
-    ):
+    with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.fc1 .*forward .*remove_hook"):
         timm_moe.convert_to_moe(offloaded, moe_layers="0")
     accelerate.hooks.remove_hook_from_submodules(offloaded)
     images = torch.randn(2, 3, SMALL_VIT["img_size"], SMALL_VIT["img_size"])
@@ -335,5 +331,5 @@ def test_operators_refuse_tensors_of_two_devices():
                 grouped_linear(*mixed[:3], Runs(mixed[3]))
     with pytest.raises(RuntimeError, match=r"different devices \(cpu, meta\)"):
         torch.ops.timm_moe.grouped_outer(x, x.to("meta"), True, end)
-    with pytest.raises(RuntimeError, match="routed to 3 experts, but there are 2"):
+    with pytest.raises(RuntimeError, match=r"routed to 3 experts.* 2\."):
         grouped_linear(x, weight, bias, Runs(torch.tensor([2, 4, 5])))

@@ -315,9 +315,7 @@ class Undrawn(Router):
 def test_a_router_on_meta_that_cannot_be_drawn_is_refused_or_nan():
     with torch.device("meta"):
         layer = MoeMlp(Mlp(5, 6), Undrawn(), 4)
-    with pytest.raises(
-        RuntimeError, match=r"^The router Undrawn has parameters, but no reset_parameters\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"Undrawn .*reset_parameters\(\)"):
         layer.load_state_dict(Mlp(5, 6).state_dict(), assign=True)
     weights = {**Mlp(5, 6).to("meta").state_dict(), **layer.router.state_dict(prefix="router.")}
     # Of a model without weights.
@@ -329,7 +327,7 @@ def test_a_router_on_meta_that_cannot_be_drawn_is_refused_or_nan():
 
 
 def test_another_number_of_experts_is_named():
-    with pytest.raises(ValueError, match=r"8 experts in fc1.weight, the model has 4"):
+    with pytest.raises(ValueError, match=r"8 experts in fc1\.weight, .*4"):
         moe(num_experts=4).load_state_dict(moe(num_experts=8).state_dict())
 
 
@@ -390,14 +388,12 @@ def test_vmap_is_refused_with_the_way_out(name):
         return torch.func.functional_call(model, parameters, (image[None],)).sum()
 
     per_image = torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="different")
-    with pytest.raises(RuntimeError, match=r"Experts do not run under torch\.func\.vmap"):
+    with pytest.raises(RuntimeError, match=r"torch\.func\.vmap .*timm_moe\.to_dense"):
         per_image(parameters, torch.randn(2, 3, 32, 32))
 
 
 def test_an_unknown_init():
-    with pytest.raises(
-        ValueError, match="expert_init must be one of same, independent, drop, got 'zeros'"
-    ):
+    with pytest.raises(ValueError, match=r"expert_init .*same, independent, drop, .*'zeros'"):
         moe(expert_init="zeros")
 
 

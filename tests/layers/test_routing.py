@@ -274,10 +274,7 @@ def test_losses_are_means_over_the_groups(monkeypatch):
 
 def test_groups_that_do_not_divide_the_batch():
     layer = routed(capacity_factor=1.0, group_images=4)
-    with pytest.raises(
-        ValueError,
-        match=r"group_images=4 does not divide the batch of 6 images; 1, 2, 3, 6 would\.",
-    ):
+    with pytest.raises(ValueError, match=r"group_images=4 .*6 images; 1, 2, 3, 6 "):
         layer(torch.randn(6, 7, 5))
     # The last batch of a validation set.
     assert layer.eval()(torch.randn(6, 7, 5)).shape == (6, 7, 5)
@@ -360,43 +357,25 @@ def test_expert_dropout_is_of_the_experts_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 0}, "top_k must be an integer between 1 and 4, got 0"),
-        ({"top_k": 5}, "top_k must be an integer between 1 and 4, got 5"),
-        ({"top_k": 1.5}, "top_k must be an integer between 1 and 4, got 1.5"),
-        ({"noise_std": -1}, "noise_std must be a number of at least 0, got -1"),
-        ({"capacity_factor": 0}, "capacity_factor must be a number above 0 or None, got 0"),
-        ({"capacity_factor": -1.0}, "capacity_factor must be a number above 0 or None, got -1.0"),
-        (
-            {"capacity_factor": float("nan")},
-            "capacity_factor must be a number above 0 or None, got nan",
-        ),
-        (
-            {"eval_capacity_factor": "all"},
-            "eval_capacity_factor must be a number above 0 or None, got 'all'",
-        ),
-        ({"batch_priority": "false"}, "batch_priority must be True or False, got 'false'"),
-        ({"pre_logits": "false"}, "pre_logits must be True or False, got 'false'"),
-        (
-            {"aux_loss": "balance+balance"},
-            r"aux_loss must be different names of losses joined by \+, got",
-        ),
-        ({"capacity_multiple": 0}, "capacity_multiple must be an integer of at least 1, got 0"),
-        (
-            {"capacity_rounding": "up"},
-            "capacity_rounding must be one of ceil, round, floor, got 'up'",
-        ),
-        ({"group_images": 0}, "group_images must be an integer of at least 1 or None, got 0"),
-        ({"aux_loss_weight": -0.1}, "aux_loss_weight must be a number of at least 0, got -0.1"),
-        (
-            {"aux_loss": "entropy"},
-            "A router's losses are importance, .*, global_entropy, z, got 'entropy'",
-        ),
-        ({"aux_loss": "load"}, "give a noise_std above 0"),
-        (
-            {"router": "random"},
-            "capacity_factor is an option of router='top_k', which router='random' does not have",
-        ),
-        ({"share_rate": 0.8}, "share_rate must lie between 0 and"),
+        ({"top_k": 0}, r"top_k .*1 and 4, .* 0\."),
+        ({"top_k": 5}, r"top_k .*1 and 4, .* 5\."),
+        ({"top_k": 1.5}, r"top_k .*1 and 4, .* 1\.5\."),
+        ({"noise_std": -1}, r"noise_std .* -1\."),
+        ({"capacity_factor": 0}, r"^capacity_factor .*None, .* 0\."),
+        ({"capacity_factor": -1.0}, r"^capacity_factor .*None, .* -1\.0\."),
+        ({"capacity_factor": float("nan")}, "^capacity_factor .*None, .* nan"),
+        ({"eval_capacity_factor": "all"}, "eval_capacity_factor .*None, .*'all'"),
+        ({"batch_priority": "false"}, "batch_priority .*True or False, .*'false'"),
+        ({"pre_logits": "false"}, "pre_logits .*True or False, .*'false'"),
+        ({"aux_loss": "balance+balance"}, r"aux_loss .*different .*'balance\+balance'"),
+        ({"capacity_multiple": 0}, r"capacity_multiple .* 0\."),
+        ({"capacity_rounding": "up"}, "capacity_rounding .*ceil, round, floor, .*'up'"),
+        ({"group_images": 0}, r"group_images .*None, .* 0\."),
+        ({"aux_loss_weight": -0.1}, r"aux_loss_weight .* -0\.1\."),
+        ({"aux_loss": "entropy"}, "losses .*importance, .*, global_entropy, z, .*'entropy'"),
+        ({"aux_loss": "load"}, "load loss .*noise_std"),
+        ({"router": "random"}, "capacity_factor .*router='top_k', .*router='random'"),
+        ({"share_rate": 0.8}, r"share_rate .*0\.75 .* 0\.8\."),
     ],
 )
 @pytest.mark.first_case
@@ -407,9 +386,7 @@ def test_bad_options_end_in_one_sentence(options, message):
 
 def test_a_capacity_below_one():
     layer = routed(capacity_factor=0.01, capacity_rounding="floor")
-    with pytest.raises(
-        ValueError, match=r"capacity_factor=0.01 leaves no place: 6 choices over 4 experts"
-    ):
+    with pytest.raises(ValueError, match=r"capacity_factor=0\.01 .*6 choices over 4"):
         layer(torch.randn(2, 3, 5))
 
 

@@ -128,31 +128,23 @@ def test_by_name():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vit_tiny_moe", dict(balance="none"), "balance must be one of loss, bias, got 'none'"),
-        ("vit_tiny_moe", dict(bias_rate=0.1), "bias_rate is an option of balance='bias'"),
-        (
-            "vit_tiny_moe",
-            dict(balance="bias", bias_rate=0),
-            "bias_rate must be a number above 0, got 0",
-        ),
-        ("vit_tiny_moe", dict(route_scale=0), "route_scale must be a number above 0, got 0"),
-        (
-            "vit_tiny_moe",
-            dict(z_loss_weight=-1),
-            "The weight of the z loss must be a number of at least 0, got -1",
-        ),
-        ("vit_tiny_moe", dict(aux_loss="z"), "z has a weight of its own, z_loss_weight"),
+        ("vit_tiny_moe", dict(balance="none"), "balance .*loss, bias, .*'none'"),
+        ("vit_tiny_moe", dict(bias_rate=0.1), "bias_rate .*balance='bias'"),
+        ("vit_tiny_moe", dict(balance="bias", bias_rate=0), r"bias_rate .*above 0, .* 0\."),
+        ("vit_tiny_moe", dict(route_scale=0), r"route_scale .*above 0, .* 0\."),
+        ("vit_tiny_moe", dict(z_loss_weight=-1), r"weight of the z loss .* -1\."),
+        ("vit_tiny_moe", dict(aux_loss="z"), "z_loss_weight: .*aux_loss, .*'z'"),
         (
             "vit_tiny_moe",
             dict(aux_loss="balance+z", z_loss_weight=0.1),
-            "z has a weight of its own, z_loss_weight",
+            r"z_loss_weight: .*aux_loss, .*'balance\+z'",
         ),
         (
             "vit_tiny_moe",
             dict(balance="bias", aux_loss_weight=0.1),
-            "balance='bias' takes the place of aux_loss",
+            "balance='bias' .*aux_loss_weight",
         ),
-        ("vmoe_pbe_s32", dict(balance="bias"), "balance='bias' is for routers without an ensemble"),
+        ("vmoe_pbe_s32", dict(balance="bias"), "balance='bias' .*ensemble_size"),
     ],
 )
 def test_where_it_is_refused(name, options, message):

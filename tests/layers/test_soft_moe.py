@@ -114,9 +114,7 @@ def test_initial_slots_have_the_variance_of_vmoe():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(
-        ValueError, match=r"slots_per_expert must be an integer of at least 1, got 0\."
-    ):
+    with pytest.raises(ValueError, match=r"slots_per_expert .* 0\."):
         SoftRouter(4, 2, 0)
     with pytest.raises(ValueError, match="tokens of images"):
         layer()(torch.randn(3, 5, dtype=torch.float64))

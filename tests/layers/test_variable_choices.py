@@ -100,5 +100,5 @@ def test_compiled_and_exported_for_any_batch_it_is_the_same():
 def test_a_mask_of_another_kind_is_refused():
     expert_TK, weight_TK = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
     for mask in (torch.ones(3, 2), torch.ones(3, 1, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="is_chosen_TK must be boolean"):
+        with pytest.raises(ValueError, match=r"is_chosen_TK .*boolean"):
             routing_to(expert_TK, weight_TK, 4, mask)

@@ -271,10 +271,7 @@ def test_images_are_repeated_from_the_first_expert_block_on(images):
 
 def test_members_get_no_padding(images):
     mask = (torch.arange(17) < torch.tensor([[17], [10]]))[:, None, None]
-    with pytest.raises(
-        ValueError,
-        match=r"has padding, which the router of blocks\.1\.mlp cannot leave out, .*ensemble",
-    ):
+    with pytest.raises(ValueError, match=r"padding.*blocks\.1\.mlp .*ensemble"):
         ensemble()(images[:2], attn_mask=mask)
     assert ensemble()(images[:2], attn_mask=torch.ones_like(mask)).shape == (2, 2, 5)
     copies = timm.create_model("vmoe_s32", **SMALL)  # whose router knows of no members
@@ -369,9 +366,7 @@ def test_a_task_trains_on_the_mean_loss_of_the_members(images, criterion, target
 
 
 def test_an_ensemble_is_no_student(dense_vit, images):
-    with pytest.raises(
-        ValueError, match="LogitDistillationTask cannot train an ensemble such as EnsembleVision"
-    ):
+    with pytest.raises(ValueError, match=r"LogitDistillationTask .*EnsembleVision"):
         LogitDistillationTask(ensemble(), dense_vit, nn.CrossEntropyLoss(), verbose=False)
     teacher, student = ensemble().eval(), dense_vit.train()
     task = LogitDistillationTask(
@@ -384,7 +379,7 @@ def test_an_ensemble_is_no_student(dense_vit, images):
 def test_an_ensemble_has_one_class_for_each_image(images):
     if not hasattr(timm.task, "MultiLabelClassificationTask"):
         pytest.skip(f"timm {timm.__version__} has no such task")
-    with pytest.raises(ValueError, match="MultiLabelClassificationTask cannot train an ensemble"):
+    with pytest.raises(ValueError, match=r"MultiLabelClassificationTask .*ensemble"):
         timm.task.MultiLabelClassificationTask(ensemble(), verbose=False)
 
 
@@ -421,7 +416,7 @@ def test_without_the_blocks_of_its_members_a_model_has_none(images, prune):
 def test_groups_count_images(images, kind):
     model = ensemble(ensemble=kind, group_images=3)
     model(images)
-    with pytest.raises(ValueError, match="group_images=3 does not divide the batch of 4 images"):
+    with pytest.raises(ValueError, match=r"group_images=3 .*4 images"):
         model(images[:4])
 
 
@@ -529,35 +524,20 @@ def test_official_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            dict(ensemble_size=3),
-            "num_experts=4 cannot be divided among the members of ensemble_size=3",
-        ),
-        (
-            dict(ensemble_size=4, top_k=2),
-            "top_k=2 exceeds the 1 experts that each of the 4 members has",
-        ),
-        (dict(ensemble_size=0), "ensemble_size must be an integer of at least 1, got 0"),
-        (
-            dict(ensemble="bagging"),
-            "ensemble must be one of pbe, tiling, partitioning, multi_head, got 'bagging'",
-        ),
+        (dict(ensemble_size=3), "num_experts=4 .*ensemble_size=3"),
+        (dict(ensemble_size=4, top_k=2), "top_k=2 .*1 experts .*4 members"),
+        (dict(ensemble_size=0), r"ensemble_size .* 0\."),
+        (dict(ensemble="bagging"), "ensemble .*pbe, tiling, partitioning, multi_head, .*'bagging'"),
         (
             dict(ensemble="multi_head", ensemble_size=3, top_k=2),
-            "set top_k=3 as ensemble_size, got top_k=2",
+            "ensemble='multi_head' .*top_k=3 .*top_k=2",
         ),
         (
             dict(ensemble="tiling", noise_std=0, aux_loss="importance"),
-            "ensemble='tiling' differ by noise alone",
+            "ensemble='tiling' .*noise_std",
         ),
-        (
-            dict(ensemble="tiling", ensemble_size=1),
-            "ensemble='tiling' needs an ensemble_size above 1",
-        ),
-        (
-            dict(routing_unit="image"),
-            "members of an ensemble route tokens, so routing_unit='image' has no place here",
-        ),
+        (dict(ensemble="tiling", ensemble_size=1), "ensemble='tiling' .*ensemble_size"),
+        (dict(routing_unit="image"), "members .*routing_unit='image'"),
     ],
 )
 def test_bad_options(options, message):
@@ -566,6 +546,6 @@ def test_bad_options(options, message):
 
 
 def test_a_stock_model_cannot_hold_an_ensemble(dense_vit):
-    with pytest.raises(ValueError, match="a VisionTransformer does not"):
+    with pytest.raises(ValueError, match=r"ensemble_size=2 .*VisionTransformer"):
         timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2)
     timm_moe.convert_to_moe(dense_vit, router="top_k", ensemble_size=2, ensemble="partitioning")

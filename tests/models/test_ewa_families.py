@@ -59,9 +59,7 @@ def spread(layer):
 def test_windows_that_were_changed_later_are_not_lost(tmp_path):
     model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN, window_size=2)
     model.set_input_size((128, 128))
-    with pytest.raises(
-        ValueError, match=r"does not load .*relative_position_bias_table as it was saved"
-    ):
+    with pytest.raises(ValueError, match=r"relative_position_bias_table .*model_args"):
         timm_moe.export_dense(model, tmp_path / "swin")
     now = {**TINY_SWIN, "img_size": 128, "window_size": 4}
     assert timm_moe.export_dense(model, tmp_path / "swin", model_args=now).exact
@@ -130,7 +128,7 @@ def test_options_and_features():
         64,
         128,
     ]
-    with pytest.raises(ValueError, match="share_rate must lie between 0"):
+    with pytest.raises(ValueError, match=r"share_rate .*0\.75 .* 2\."):
         timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", share_rate=2, **TINY_SWIN)
 
 

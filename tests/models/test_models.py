@@ -377,7 +377,7 @@ def test_pre_logits():
     expected = torch.tanh(model.representation.fc(model.forward_features(x)[:, 0]))
     torch.testing.assert_close(features, expected)
     torch.testing.assert_close(model(x), model.head(expected))
-    with pytest.raises(ValueError, match="a model with pre_logits=True cannot become one"):
+    with pytest.raises(ValueError, match="pre_logits=True"):
         timm_moe.to_dense(model)
 
 
@@ -385,12 +385,9 @@ def test_checkpoints_of_another_kind_of_model_are_named():
     routed, ewa = (
         timm.create_model(name, **SMALL_VIT) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe")
     )
-    with pytest.raises(
-        ValueError,
-        match=r"experts in blocks.1.mlp are routed, the model's are not: .*router='top_k'",
-    ):
+    with pytest.raises(ValueError, match=r"experts in blocks\.1\.mlp .*router='top_k'"):
         ewa.load_state_dict(routed.state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.1.mlp.router.weight"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks\.1\.mlp\.router\.weight"):
         routed.load_state_dict(ewa.state_dict())
     deeper = timm.create_model("vit_tiny_moe", pre_logits=True, **SMALL_VIT)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*representation\.fc\.weight"):

@@ -362,16 +362,14 @@ def test_routed_experts_take_the_options_too(images):
 @pytest.mark.parametrize("half", ["dense", "experts"])
 def test_options_that_are_no_flags_are_refused(family, half):
     name = FAMILIES[family][half == "experts"]
-    with pytest.raises(ValueError, match="shifted_patches must be True or False, got 'false'"):
+    with pytest.raises(ValueError, match=r"shifted_patches .*True or False, .*'false'"):
         timm.create_model(name, shifted_patches="false")
-    with pytest.raises(ValueError, match="locality_attention must be True or False, got 1"):
+    with pytest.raises(ValueError, match=r"locality_attention .*True or False, .* 1\."):
         timm.create_model(name, locality_attention=1)
 
 
 def test_impossible_patches_are_refused():
-    with pytest.raises(
-        ValueError, match=r"do not overlap: .* a stride of its patch_size, 4, got 2"
-    ):
+    with pytest.raises(ValueError, match=r"stride .*patch_size, 4, .* 2\."):
         timm.create_model("pit_xs_32", patch_size=4, shifted_patches=True)
     with pytest.raises(TypeError):
         timm.create_model("vit_xtiny", patch_size=(4, 2), shifted_patches=True)

@@ -110,9 +110,7 @@ def test_a_checkpoint_with_a_shared_expert_does_not_load_without_one():
 def test_image_routing_needs_the_class_token_as_first(name, options):
     with torch.device("meta"):
         model = timm.create_model(name, **options)
-    with pytest.raises(
-        ValueError, match=f"this {type(model).__name__} has no class token, or at another place"
-    ):
+    with pytest.raises(ValueError, match=f"routing_unit='image' .*this {type(model).__name__} "):
         timm_moe.convert_to_moe(model, router="top_k", routing_unit="image")
 
 
@@ -129,7 +127,7 @@ def test_the_dense_control_is_the_sum_of_two_networks():
 
 
 def test_image_routing_needs_images():
-    with pytest.raises(ValueError, match=r"needs tokens of shape \(B, N, D\), .* got \(4, 8\)"):
+    with pytest.raises(ValueError, match=r"\(B, N, D\), .*\(4, 8\)"):
         ImageRouter(8, 2)(torch.randn(4, 8))
 
 
@@ -253,13 +251,13 @@ def test_a_backbones_forward_replaces_the_losses_of_the_one_before():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"routing_unit": "batch"}, "routing_unit must be one of token, image, got 'batch'"),
-        ({"gate_mode": "sum"}, "gate_mode must be one of prob, one, renorm, got 'sum'"),
-        ({"shared_expert": "yes"}, "shared_expert must be True or False, got 'yes'"),
-        ({"shared_init": "zero_out"}, "shared_init='zero_out' is an option of shared_expert=True"),
+        ({"routing_unit": "batch"}, "routing_unit .*token, image, .*'batch'"),
+        ({"gate_mode": "sum"}, "gate_mode .*prob, one, renorm, .*'sum'"),
+        ({"shared_expert": "yes"}, "shared_expert .*True or False, .*'yes'"),
+        ({"shared_init": "zero_out"}, "shared_init='zero_out' .*shared_expert=True"),
         (
             {"shared_expert": True, "shared_init": "zero"},
-            "shared_init must be one of pretrained, zero_out, got 'zero'",
+            "shared_init .*pretrained, zero_out, .*'zero'",
         ),
     ],
 )

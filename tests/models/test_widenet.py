@@ -189,9 +189,7 @@ def test_groups_with_padding_equal_blocks_with_padding(images):
             torch.testing.assert_close(
                 grouped(images[:2], attn_mask=masks), plain(images[:2], attn_mask=masks)
             )
-    with pytest.raises(
-        ValueError, match=r"has padding, which the router of blocks\.0\.0\.mlp cannot leave out"
-    ):
+    with pytest.raises(ValueError, match=r"padding.*blocks\.0\.0\.mlp .*group_images"):
         widenet(routing_groups=2, group_images=1)(images[:2], attn_mask=mask)
 
 
@@ -392,27 +390,18 @@ def test_a_checkpoint_with_own_weights_is_refused():
     own = timm.create_model(
         "vit_base_patch16_224", class_token=False, global_pool="avg", fc_norm=False, **SMALL
     )
-    with pytest.raises(
-        ValueError,
-        match=r"weights of its own in blocks\.1\..*, which this model shares with blocks\.0",
-    ):
+    with pytest.raises(ValueError, match=r"blocks\.1\..*shares with blocks\.0"):
         widenet().load_state_dict(own.state_dict())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            dict(routing_groups=3),
-            "routing_groups must be an integer that divides the 4 blocks, got 3",
-        ),
-        (
-            dict(routing_groups=0),
-            "routing_groups must be an integer that divides the 4 blocks, got 0",
-        ),
-        (dict(official_compat="yes"), "official_compat must be True or False, got 'yes'"),
-        (dict(shared_norm="false"), "shared_norm must be True or False, got 'false'"),
-        (dict(moe_layers="last-2"), "one expert layer for all blocks, so it has no moe_layers"),
+        (dict(routing_groups=3), r"routing_groups .*4 blocks, .* 3\."),
+        (dict(routing_groups=0), r"routing_groups .*4 blocks, .* 0\."),
+        (dict(official_compat="yes"), "official_compat .*True or False, .*'yes'"),
+        (dict(shared_norm="false"), "shared_norm .*True or False, .*'false'"),
+        (dict(moe_layers="last-2"), "no moe_layers"),
     ],
 )
 def test_bad_options(options, message):
@@ -482,17 +471,9 @@ def test_info_tells_the_divergence_of_a_checkpoints_norms(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "widenet_b",
-            {**SMALL, "shared_norm": True},
-            "The blocks of this WideNet share their norm1",
-        ),
-        ("resnet18", {}, "This ResNet has no blocks with layer norms"),
-        (
-            "vit_tiny_patch16_224",
-            {**SMALL, "depth": 1},
-            "This VisionTransformer has no blocks with layer norms",
-        ),
+        ("widenet_b", {**SMALL, "shared_norm": True}, "WideNet share their norm1"),
+        ("resnet18", {}, "ResNet .*layer norms"),
+        ("vit_tiny_patch16_224", {**SMALL, "depth": 1}, "VisionTransformer .*layer norms"),
     ],
 )
 def test_norms_that_cannot_be_compared(name, options, message):

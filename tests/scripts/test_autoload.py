@@ -142,10 +142,7 @@ def test_a_users_own_module_keeps_its_name(tmp_path):
     code = "import timm_moe, timm\nassert timm_moe.OWN\nprint(timm.is_model('vit_small_ewa_moe'))"
     done = run_code(code, cwd=tmp_path, modules=BEFORE_TIMM, PYTHONPATH="")
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-    assert (
-        f"its models are missing: ImportError: {tmp_path / 'timm_moe.py'} has the name of the "
-        "package" in done.stderr
-    )
+    assert f"missing: ImportError: {tmp_path / 'timm_moe.py'} has the name" in done.stderr
 
 
 #: Two threads, of which the second begins when the first looks for a module. The first waits until
@@ -240,7 +237,7 @@ def test_a_broken_installation_breaks_neither_torch_nor_timm(installation, damag
     assert (done.returncode, done.stdout, done.stderr) == (0, "torch\n", "")
     done = run("import timm; print(timm.is_model('vit_small_patch16_224'))", installation)
     assert (done.returncode, done.stdout) == (0, "True\n")
-    assert "timm_moe could not be loaded, its models are missing" in done.stderr
+    assert "timm_moe could not be loaded" in done.stderr
 
 
 NO_PACKAGE = """
@@ -359,9 +356,8 @@ def test_a_package_half_loaded_leaves_nothing_behind(installation, where):
     done = run(code, installation)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "broken\n" * 2
-    assert (
-        "timm_moe could not be loaded, its models are missing: RuntimeError: broken" in done.stderr
-    )
+    assert "timm_moe could not be loaded" in done.stderr
+    assert "missing: RuntimeError: broken" in done.stderr
 
 
 @pytest.mark.ci

@@ -321,10 +321,7 @@ def test_v_moe_from_the_command_line(images, tmp_path):
 
 
 def test_groups_that_do_not_divide_the_batch_end_in_a_sentence(images, tmp_path):
-    with pytest.raises(
-        AssertionError,
-        match="group_images=5 does not divide the batch of 12 images; 1, 2, 3, 4, 6, 12",
-    ):
+    with pytest.raises(AssertionError, match=r"group_images=5 .*12 images; 1, 2, 3, 4, 6, 12 "):
         train(tmp_path, images, *small("vit_xtiny_moe", "group_images=5"), epochs=1)
 
 
@@ -411,7 +408,7 @@ def test_an_ensemble_is_no_student(images, tmp_path, teacher):
         and timm.__version__ != "1.0.23"
     ):
         pytest.skip("this train.py makes a teacher as timm 1.0.23 does")
-    with pytest.raises(AssertionError, match="LogitDistillationTask cannot train an ensemble"):
+    with pytest.raises(AssertionError, match=r"LogitDistillationTask .*train an ensemble"):
         train(tmp_path, images, *family("vmoe_pbe_s32"), *teacher, epochs=1)
 
 
@@ -562,7 +559,7 @@ def test_a_router_of_ones_own_trains_exports_and_is_shown(images, tmp_path):
     checkpoint = tmp_path / "output/train/a/last.pth.tar"
     weights = torch.load(checkpoint, weights_only=False)["state_dict"]
     assert sum("router.weight" in name for name in weights) == 2
-    with pytest.raises(ValueError, match=r"router must be one of"):
+    with pytest.raises(ValueError, match=r"router .*register_router"):
         timm_moe.export_dense(checkpoint, tmp_path / "student")
     command = Path(sys.executable).with_name("timm-moe")
     done = run_script(

@@ -65,16 +65,13 @@ def test_corruptions_are_the_same_for_every_model_and_of_the_stated_strength(fol
     [
         (
             (Arm("a", DENSE), Arm("b", replace(DENSE, options=("--drop-path", "0.9")))),
-            "Two trainings are called dense",
+            "Two trainings .*dense",
         ),
-        ((Arm("a", EWA, beside=(replace(EWA, draw=1),)),), "Two trainings are called ewa"),
-        (
-            (Arm("rate x4", DENSE), Arm("rate X4", DENSE)),
-            "rate X4 needs another name: rate-x4 is taken",
-        ),
-        ((Arm("Train", DENSE),), "Train needs another name: train is taken"),
-        ((Arm("uses start", DENSE),), "uses start needs another name: uses-start is taken"),
-        ((Arm("a", DENSE), Arm("a", EWA)), "a needs another name: a is taken"),
+        ((Arm("a", EWA, beside=(replace(EWA, draw=1),)),), "Two trainings .*ewa"),
+        ((Arm("rate x4", DENSE), Arm("rate X4", DENSE)), "rate X4 .*: rate-x4 "),
+        ((Arm("Train", DENSE),), "Train .*: train "),
+        ((Arm("uses start", DENSE),), "uses start .*: uses-start "),
+        ((Arm("a", DENSE), Arm("a", EWA)), "^a .*: a "),
     ],
 )
 def test_names_that_make_one_of_two_are_refused(arms, told):
@@ -205,7 +202,7 @@ def test_the_divided_learning_rate_is_that_of_the_networks_that_ewa_converts():
         assert scale[id(parameter)] == (
             0.25 if name.startswith(("blocks.1.mlp.", "blocks.3.mlp.")) else 1
         ), name
-    with pytest.raises(ValueError, match="does not train all parameters"):
+    with pytest.raises(ValueError, match="not train all parameters"):
         callbacks._divide(torch.optim.SGD(model.head.parameters(), lr=1e-3), model, "every-2", 4)
 
 
@@ -235,7 +232,7 @@ def test_the_latest_average_is_the_mean(tmp_path):
         mean_of(str(tmp_path / "checkpoint-1.pth.tar"), str(tmp_path / "checkpoint-10.pth.tar"))
         == 5.5
     )
-    with pytest.raises(ValueError, match="holds 3 checkpoints of epochs, 4 are asked for"):
+    with pytest.raises(ValueError, match=r"3 checkpoints .*4 "):
         mean_of(f"{tmp_path}:4")
 
 

@@ -32,9 +32,7 @@ def test_results_that_were_made_otherwise_are_not_mixed(folder):
         Arm("EWA", replace(EWA, draw=1)),
         Arm("EWA", EWA, beside=(DENSE,)),
     ):
-        with pytest.raises(
-            FileExistsError, match="has results of EWA that were made otherwise: move it away"
-        ):
+        with pytest.raises(FileExistsError, match=r"results of EWA .*move"):
             results.write(kept, make_runs(small_study(Arm("dense", DENSE), other), folder))
     assert json.loads(kept.read_text()) == stored
 
@@ -110,7 +108,7 @@ def test_what_is_wrong_is_told_before_the_first_run(folder, monkeypatch, capsys)
             monkeypatch,
             capsys,
         )
-        assert "give the folder that holds timm's train.py and validate.py" in told
+        assert "train.py and validate.py by --scripts" in told
         (folder / "scripts" / name).write_text("")
     options = [
         "--data-dir",
@@ -121,17 +119,15 @@ def test_what_is_wrong_is_told_before_the_first_run(folder, monkeypatch, capsys)
         folder / "runs",
     ]
     told = refused(["scratch", "search", *options], monkeypatch, capsys)
-    assert "scratch: The study is about 100 classes of images" in told
+    assert "100 classes of images" in told
     (folder / "studies" / "results" / "scratch-small.json").write_text('{"arms": {"den')
-    assert "scratch-small.json is damaged, it is not JSON" in refused(
-        ["--report"], monkeypatch, capsys
-    )
+    assert "scratch-small.json is damaged" in refused(["--report"], monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("option", ["--seeds", "--jobs"])
 def test_numbers_below_one_are_refused(option, monkeypatch, capsys):
     told = refused([option, "-1"], monkeypatch, capsys)
-    assert f"argument {option}: -1 is not a whole number of at least 1" in told
+    assert f"argument {option}: -1 is not" in told
 
 
 def test_two_processes_that_link_the_same_images_get_all_of_them(folder, monkeypatch):
@@ -160,11 +156,11 @@ def test_images_are_those_that_are_asked_for(folder):
         **{f"test/light/0{number}.png": of_class / f"0{number}.png" for number in range(3, 5)},
     }
     assert images.link(part, folder / "all", linked) == first
-    with pytest.raises(FileExistsError, match="holds other images than the study's of"):
+    with pytest.raises(FileExistsError, match="holds other images"):
         images.link(Images(of=2), folder / "all", linked)
-    with pytest.raises(FileNotFoundError, match="The study is about 100 classes of images"):
+    with pytest.raises(FileNotFoundError, match="100 classes of images"):
         images.link(Images(), folder / "all", folder / "more")
-    with pytest.raises(FileNotFoundError, match="There is no folder"):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nothing"):
         images.link(Images(), folder / "nothing", folder / "more")
 
 
@@ -192,6 +188,6 @@ def test_a_download_that_fails_is_told_in_a_sentence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cifar100.CIFAR100, "download", unreachable)
     monkeypatch.setattr(sys, "argv", ["cifar100", str(tmp_path / "images")])
-    with pytest.raises(SystemExit, match=r"cannot be downloaded from .*no network"):
+    with pytest.raises(SystemExit, match=r"CIFAR-100 .*no network"):
         cifar100.main()
     assert not (tmp_path / "images" / "train").exists()

@@ -165,11 +165,8 @@ def test_an_arm_that_fails_is_told_and_the_others_go_on(folder, capfd):
     runs = make_runs(study, folder)
     told = work_off(runs, 1, id)
     assert len(told) == 2
-    assert (
-        "wrong, seed 0: train.py ended with 1: ValueError: share_rate must lie between 0 and"
-        in told[0]
-    )
-    assert told[1] == "after, seed 0: not begun, since what it needs is not done."
+    assert "wrong, seed 0: train.py ended with 1: ValueError: share_rate" in told[0]
+    assert told[1].startswith("after, seed 0: not begun")
     assert [run.training.name for run in runs if run.is_done()] == ["dense"]
 
 
@@ -234,7 +231,7 @@ def test_a_training_that_was_interrupted_is_not_done(folder, monkeypatch):
     # Ends well, as after ^C.
     monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])
     (told,) = work_off([run], 1, id)
-    assert "train.py was interrupted after 0 of 3 epochs" in told
+    assert "interrupted after 0 of 3" in told
     assert not run.is_trained()
 
 
@@ -247,7 +244,7 @@ def test_an_epoch_that_was_not_saved_does_not_count(folder, monkeypatch):
     assert run.progress() == 1
     monkeypatch.setattr(Run, "_train_command", lambda self, used: [sys.executable, "-c", ""])
     (told,) = work_off([run], 1, id)
-    assert "train.py was interrupted after 2 of 3 epochs" in told
+    assert "interrupted after 2 of 3" in told
     assert not run.is_trained()
 
 
@@ -262,7 +259,7 @@ def test_another_run_is_never_taken_for_this_one(folder):
         (run.folder / f"{name}.json").write_text('{"top1": 99}')
     assert run.results() == {"cost": None, "arms": {}}
     (told,) = work_off([run], 1, id)
-    assert "holds a run of other options: move it away" in told
+    assert "run of other options" in told
 
 
 @needs_scripts

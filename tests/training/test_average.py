@@ -55,13 +55,10 @@ def test_narrow_weights_are_refused(ewa_vit, dtype):
     """In bfloat16 500 steps of b = 0.002 leave 92 to 100 % of the deviations, not 26 %."""
     ewa_vit.blocks[3].mlp.to(dtype)
     before = values(apart(ewa_vit))
-    with pytest.raises(
-        ValueError,
-        match=rf"blocks\.3\.mlp are {dtype}: keep the weights in float32 .* share_rate=0",
-    ):
+    with pytest.raises(ValueError, match=rf"float32.*blocks\.3\.mlp.*{dtype}.*share_rate=0"):
         timm_moe.average_experts_(ewa_vit, 0.3)
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="are averaged in float32 at least"):
+    with pytest.raises(ValueError, match="float32"):
         timm_moe.ExpertWeightAveraging(ewa_vit, optimizer, total_updates=3)
     assert moved(ewa_vit, before) == set()
     assert (
@@ -100,9 +97,9 @@ def test_average_experts_is_a_plain_function(ewa_vit):
         else:
             assert torch.equal(parameter, other.get_parameter(name))
     torch.testing.assert_close(ewa_vit.blocks[3].mlp.fc2.bias[0], mean)
-    with pytest.raises(ValueError, match="beta must lie between"):
+    with pytest.raises(ValueError, match=r"beta.*0\.75.*0\.8"):
         timm_moe.average_experts_(other, 0.8)
-    with pytest.raises(ValueError, match="has no expert layers to average"):
+    with pytest.raises(ValueError, match="no expert layers"):
         timm_moe.average_experts_(timm_moe.to_dense(other), 0.1)
 
 

@@ -197,10 +197,7 @@ def test_experts_computed_from_other_parameters_are_refused(ewa_vit, how):
         before = values(model)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        message = (
-            r"fc2.weight of the experts in blocks.3.mlp has adapters or computed weights, which "
-            "cannot be averaged"
-        )
+        message = r"fc2\.weight .*blocks\.3\.mlp.*cannot be averaged"
         with pytest.raises(ValueError, match=message):
             optimizer.step() if asked_before else ExpertWeightAveraging(
                 model, optimizer, total_updates=2
@@ -218,9 +215,7 @@ def test_experts_cannot_be_replaced_by_another_shape(ewa_vit):
     weight = ewa_vit.blocks[1].mlp.fc1.weight
     weight.data = weight.data.flatten()
     before = values(ewa_vit)
-    with pytest.raises(
-        ValueError, match=r"blocks.1.mlp are not there as a whole.*fc1.weight .*\(4, 128, 32\)"
-    ):
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp.*fc1\.weight.*\(4, 128, 32\)"):
         still_step(ewa_vit, optimizer)
     assert moved(ewa_vit, before) == set()
 

@@ -120,7 +120,7 @@ def test_a_capture_that_would_repeat_its_rate_is_refused(ewa_vit, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     before = values(ewa_vit)
-    with pytest.raises(RuntimeError, match=r"would repeat its share rate.*capturable=True"):
+    with pytest.raises(RuntimeError, match=r"share rate.*capturable=True"):
         averaging.begin_step(optimizer, set())
     assert moved(ewa_vit, before) == set()
 
@@ -160,7 +160,7 @@ def test_a_function_as_schedule(ewa_vit):
     assert averaging.share_rate == 0.125
     averaging.remove()
     ExpertWeightAveraging(ewa_vit, optimizer, schedule=lambda progress: 2.0, total_updates=4)
-    with pytest.raises(ValueError, match=r"share_rate must lie between .* got 2.0"):
+    with pytest.raises(ValueError, match=r"share_rate.*2\.0"):
         train_step(ewa_vit, optimizer, 1)
 
 
@@ -229,9 +229,9 @@ def test_is_dropped_with_its_optimizer(ewa_vit):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"share_rate": 0.8}, "share_rate must lie between 0 and"),
-        ({"schedule": "cosine"}, "share_schedule must be one of"),
-        ({"total_updates": 0}, "total_updates must be at least 1, got 0"),
+        ({"share_rate": 0.8}, r"share_rate.*0\.75.*0\.8"),
+        ({"schedule": "cosine"}, "share_schedule.*'cosine'"),
+        ({"total_updates": 0}, r"total_updates.*\b0\b"),
         ({"schedule": lambda progress: 0.1, "share_rate": 0.1}, "leave share_rate out"),
     ],
 )
@@ -247,7 +247,7 @@ def test_needs_an_optimizer_that_trains_the_experts_and_has_no_averaging(ewa_vit
     with pytest.raises(ValueError, match="trains no expert layer"):
         averaged(dense_vit)
     optimizer, _ = averaged(ewa_vit)
-    with pytest.raises(ValueError, match="already has its expert weight averaging"):
+    with pytest.raises(ValueError, match="already has"):
         ExpertWeightAveraging(ewa_vit, optimizer, total_updates=5)
 
 
@@ -333,7 +333,7 @@ def test_the_schedule_goes_on_when_groups_change(ewa_vit, change):
     assert averaging.updates == 4
     assert averaging.share_rate == pytest.approx(0.3)
     assert ExpertWeightAveraging.of(optimizer) is averaging
-    with pytest.raises(ValueError, match="already has its expert weight averaging"):
+    with pytest.raises(ValueError, match="already has"):
         ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
     # The count is in a checkpoint, from which another optimizer of such groups resumes, whatever
     # was frozen.
@@ -382,7 +382,4 @@ def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):
     for _ in range(3):
         still_step(ewa_vit, optimizer)
     assert len(caplog.messages) == 1
-    assert (
-        "schedule ended at total_updates=10: state the number of optimizer steps in the whole run"
-        in caplog.text
-    )
+    assert "total_updates=10" in caplog.text

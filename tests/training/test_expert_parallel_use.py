@@ -236,29 +236,20 @@ def refusals(rank, folder):
     mesh = init_device_mesh("cpu", (2,))
     pruned = make()
     torch.nn.utils.prune.random_unstructured(pruned.blocks[1].mlp.fc2, "weight", 0.5)
-    message = (
-        r"^fc2\.weight of the experts in blocks\.1\.mlp has adapters or computed weights, which "
-        "cannot be spread: "
-    )
+    message = r"fc2\.weight .*blocks\.1\.mlp.*cannot be spread"
     with pytest.raises(ValueError, match=message):
         timm_moe.parallelize_experts(pruned, mesh)
     assert not any(hasattr(parameter, "placements") for parameter in pruned.parameters())
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spread(model)
-    with pytest.raises(
-        ValueError, match=r"^This optimizer is older than the experts in blocks\.1\.mlp: "
-    ):
+    with pytest.raises(ValueError, match=r"older.*blocks\.1\.mlp.*parallelize_experts"):
         step(model, optimizer, slice(4))
     for name in (EWA, ROUTED):
         model = timm_moe.parallelize_experts(make(name).eval(), mesh)
-        with pytest.raises(
-            RuntimeError, match=r"^Experts in different processes cannot be exported: "
-        ):
+        with pytest.raises(RuntimeError, match=r"exported.*get_model_state_dict"):
             torch.export.export(model, (images,))
-        with pytest.raises(
-            RuntimeError, match=r"^Experts in different processes cannot be exported: "
-        ):
+        with pytest.raises(RuntimeError, match=r"exported.*get_model_state_dict"):
             torch.jit.trace(model, (images,))
     torch.distributed.destroy_process_group()
 

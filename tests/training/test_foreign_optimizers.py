@@ -53,18 +53,13 @@ class OfCopies:
 def test_an_optimizer_of_copies_is_refused(ewa_vit):
     optimizer = OfCopies(ewa_vit).optimizer
     for start in (start_averaging, lambda *args: ExpertWeightAveraging(*args[:2], total_updates=3)):
-        with pytest.raises(
-            ValueError,
-            match=r"holds no parameter of this .*copy the averaged weights back into them",
-        ):
+        with pytest.raises(ValueError, match=r"no parameter.*timm_moe\.average_experts_"):
             start(ewa_vit, optimizer, 3)
     assert ExpertWeightAveraging.of(optimizer) is None
 
 
 def test_what_is_no_torch_optimizer_is_refused(ewa_vit):
-    with pytest.raises(
-        TypeError, match=r"call timm_moe.average_experts_\(model, rate\) after each of its steps"
-    ):
+    with pytest.raises(TypeError, match=r"Own .*timm_moe\.average_experts_\(model, rate\)"):
         start_averaging(ewa_vit, Own(ewa_vit), 3)
 
 
@@ -105,7 +100,7 @@ def test_experts_that_an_unseen_optimizer_trains_are_told_of_once(ewa_vit, kind,
     layers = layers_alone(ewa_vit)
     told = warnings_of(layers, kind(layers).step)
     assert len(told) == 1
-    assert "call timm_moe.average_experts_(model, rate) after each step" in told[0]
+    assert "timm_moe.average_experts_(model, rate)" in told[0]
     assert "auxiliary_loss" not in told[0]
 
 
@@ -124,7 +119,7 @@ def test_losses_that_nobody_adds_for_an_unseen_optimizer_are_told_of_once(few_fo
     layers = layers_alone(routed_model())
     told = warnings_of(layers, Own(layers).step)
     assert len(told) == 1
-    assert "add timm_moe.auxiliary_loss(model) to the loss" in told[0]
+    assert "timm_moe.auxiliary_loss(model)" in told[0]
     assert "average_experts_" not in told[0]
 
 
@@ -133,7 +128,7 @@ def test_a_bias_that_an_unseen_optimizer_leaves_at_zero_is_told_of_once(few_forw
     own = Own(layers)
     told = warnings_of(layers, own.step)
     assert len(told) == 1
-    assert "call bias.update(bias.load) of each router's balancing_bias after each step" in told[0]
+    assert "bias.update(bias.load)" in told[0]
 
     def step():
         own.step()

@@ -55,7 +55,7 @@ def shard_a_part(rank, folder, by_fsdp2):
         layer.fc1 = FullyShardedDataParallel(layer.fc1, device_id=torch.device("cpu"))
     with (
         torch.no_grad(),
-        pytest.raises(RuntimeError, match=r"fc1 of the experts .* sharded by itself.* its block"),
+        pytest.raises(RuntimeError, match=r"fc1 .*sharded by itself.* block"),
     ):
         layer(torch.randn(2, 8))
 
@@ -187,9 +187,7 @@ def training_worker(rank, folder, name):
     torch.save(outputs, f"{folder}/outputs{rank}.pt")
     if rank == 0:  # which does not wait for the others
         for write in (to_dense, lambda model: export_dense(model, f"{folder}/dense")):
-            with pytest.raises(
-                ValueError, match=r"is spread over processes \(FSDP2\): call get_model_state_dict"
-            ):
+            with pytest.raises(ValueError, match=r"FSDP2.*get_model_state_dict"):
                 write(model)
     if rank == 0 and name == "random partitions":
         whole = create(name)
@@ -230,11 +228,11 @@ def tensor_worker(rank, folder):
         first.weight[0].zero_()
     before = first.weight.detach().clone()
     second.bias = nn.Parameter(distribute_tensor(second.bias.detach().bfloat16(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="are averaged in float32 at least"):
+    with pytest.raises(ValueError, match="float32"):
         average_experts_(model, 0.3)
     assert torch.equal(first.weight, before)  # nothing was averaged
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="are averaged in float32 at least"):
+    with pytest.raises(ValueError, match="float32"):
         ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=3)
     assert ExpertWeightAveraging.of(optimizer) is None
     torch.distributed.destroy_process_group()
@@ -271,16 +269,13 @@ def flat_worker(rank, folder, processes):
             torch.testing.assert_close(averaged, reference.blocks[1].mlp.fc1.weight)
             assert not records
             continue
-        with pytest.raises(
-            ValueError,
-            match=r"blocks.1.mlp are not there as a whole.*FullyShardedDataParallel does",
-        ):
+        with pytest.raises(ValueError, match=r"blocks\.1\.mlp.*FullyShardedDataParallel"):
             ExpertWeightAveraging(sharded, optimizer, total_updates=3)
         for refused in (average_experts_, lambda sharded, beta: to_dense(sharded)):
-            with pytest.raises(ValueError, match="are not there as a whole"):
+            with pytest.raises(ValueError, match="FullyShardedDataParallel"):
                 refused(sharded, 0.3)
         if use_orig_params:
-            with pytest.raises(ValueError, match="are not there as a whole"):
+            with pytest.raises(ValueError, match="FullyShardedDataParallel"):
                 timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
         else:
             timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)

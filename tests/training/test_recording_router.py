@@ -23,7 +23,7 @@ def test_a_step_without_the_losses_is_refused():
     F.cross_entropy(model(images), targets).backward()
     other(torch.ones(2)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()  # another model's optimizer is none of this
-    with pytest.raises(RuntimeError, match=r"add timm_moe.auxiliary_loss\(model\) to the loss"):
+    with pytest.raises(RuntimeError, match=r"timm_moe\.auxiliary_loss\(model\)"):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     optimizer.zero_grad()
@@ -84,7 +84,7 @@ def test_two_forwards_and_one_loss_are_warned_of_once(caplog):
         ).backward()
         optimizer.step()
     assert len(caplog.messages) == 1
-    assert "call it after each one that is trained on" in caplog.messages[0]
+    assert "some forwards were not added" in caplog.messages[0]
 
 
 def test_losses_that_are_not_wanted():
@@ -247,10 +247,11 @@ def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
     told = [
         str(warning.message)
         for warning in caught
-        if "Nobody adds the losses of routers" in str(warning.message)
+        if "Nobody adds the losses" in str(warning.message)
     ]
     assert len(told) == 1
-    assert "call eval() on them or freeze them" in told[0]
+    assert "eval()" in told[0]
+    assert "requires_grad_(False)" in told[0]
 
 
 @pytest.mark.filterwarnings("error")
@@ -283,10 +284,10 @@ def test_roads_that_would_lose_the_losses_are_refused():
     model = routed_model()
     replica = copy.copy(model.blocks[1].mlp.router)
     replica._is_replica = True  # what nn.DataParallel does on several devices
-    with pytest.raises(RuntimeError, match=r"nn.DataParallel would lose the routers' losses"):
+    with pytest.raises(RuntimeError, match=r"nn\.DataParallel .*DistributedDataParallel"):
         replica(torch.randn(2, 3, 32))
     for strict in (False, True):
-        with pytest.raises(Exception, match=r"torch.export would lose the routers' losses"):
+        with pytest.raises(Exception, match=r"torch\.export .*routers' losses"):
             torch.export.export(model, (images,), strict=strict)
 
 
@@ -310,10 +311,7 @@ def test_a_converted_model_in_memory_has_them_too_and_its_dense_copy_no_trace():
 
 def test_torchscript_is_refused_where_it_would_lose_the_losses():
     model = routed_model()
-    with pytest.raises(
-        RuntimeError,
-        match="TorchScript would lose the routers' losses: trace the model in eval mode",
-    ):
+    with pytest.raises(RuntimeError, match=r"TorchScript.*eval mode"):
         torch.jit.trace(model, batch()[0])
     traced = torch.jit.trace(model.eval(), batch()[0])
     torch.testing.assert_close(traced(batch()[0]), model(batch()[0]))

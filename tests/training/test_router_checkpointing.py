@@ -104,7 +104,5 @@ def test_reentrant_checkpointing_would_lose_losses_and_loads(options):
     model = routed_model(**options)
     x = model.patch_embed(images)
     y = checkpoint(model.blocks, x, use_reentrant=True)
-    with pytest.raises(
-        RuntimeError, match=r"Reentrant gradient checkpointing loses the routers' losses and loads"
-    ):
+    with pytest.raises(RuntimeError, match=r"Reentrant.*use_reentrant=False"):
         (y.mean() + timm_moe.auxiliary_loss(model)).backward()

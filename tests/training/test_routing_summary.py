@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 
 import pytest
 import timm
@@ -149,11 +150,8 @@ def test_the_end_of_an_epoch_looks_for_not_a_number_too(caplog):
     timm_moe.auxiliary_loss(model)
     scheduler.step(1)
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    expected = (
-        "The router of {} had NaN or Inf in its logits in 1 of its calls in the last 1 training "
-        "forwards."
-    )
-    assert warned == [expected.format(f"blocks.{block}.mlp") for block in (1, 3)]
+    for message, block in zip(warned, (1, 3), strict=True):
+        assert re.search(rf"blocks\.{block}\.mlp .*NaN.* 1 .* 1 training", message)
 
 
 def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_names_the_layer(
@@ -168,10 +166,8 @@ def test_not_a_number_in_the_logits_is_noticed_within_a_logging_interval_and_nam
     for forward in range(2, 51):
         assert caplog.messages == [], forward
         task(images[:2], targets[:2])
-    assert caplog.messages == [
-        "The router of blocks.3.mlp had NaN or Inf in its logits in 49 of its calls in the "
-        "last 50 training forwards."
-    ]
+    (message,) = caplog.messages
+    assert re.search(r"blocks\.3\.mlp .*NaN.* 49 .* 50 training", message)
 
 
 def test_calls_of_a_layer_that_blocks_share_are_one_forward(caplog, monkeypatch):

@@ -5,7 +5,7 @@ They are all parameters, the parameters that a token passes through, and the cos
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,8 +57,8 @@ class ModelInfo:
     gflops: float
     input_size: tuple[int, ...]  #: (channels, height, width) of that image
     number_varies: bool = False  #: whether tokens pass through different numbers of experts
-    #: the dense model to compare with, with its arguments as for ``--model-kwargs``; None if there
-    #: is none of a registered name
+    #: of a registered name: the dense model to compare with, with its arguments as for
+    #: ``--model-kwargs``; None if there is none
     dense_twin: str | None = None
 
     def rows(self) -> dict[str, str]:
@@ -121,7 +121,8 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         ValueError: if there is no such model.
     """
     check_registered(name)
-    return measure(weightless_model(name, **kwargs), name)
+    model = weightless_model(name, **kwargs)
+    return replace(measure(model, name), dense_twin=_dense_twin(model))
 
 
 def measure(model: nn.Module, name: str) -> ModelInfo:
@@ -144,7 +145,6 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
         number_varies=any(layer.router.number_varies for layer in layers),
-        dense_twin=_dense_twin(model),
     )
 
 

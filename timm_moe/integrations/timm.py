@@ -186,6 +186,7 @@ class _RunAveraging(ExpertWeightAveraging):
         )
         self.updates_per_epoch = updates_per_epoch
         self._updates_before = self.updates  # at the end of the last epoch
+        self._has_begun = False  # the scheduler has followed a step
 
     def layers(self) -> list[MoeMlp]:
         """Return all living expert layers with a share rate."""
@@ -215,14 +216,25 @@ class _RunAveraging(ExpertWeightAveraging):
                 "not reach its end: count the optimizer's steps, not the batches."
             )
 
-    def seek_start(self, updates: int) -> None:
-        """Take the position of the scheduler for the start of the run, if training has not begun.
+    def begin_at(self, updates: int) -> None:
+        """Take the position of the scheduler for the start of the run, before the first step.
 
         It overrides a count that came with the optimizer: train.py leaves out the rest of the
         epoch in which a recovery file was written, and another batch size makes other updates.
         """
         if not self.started and updates and updates % self.updates_per_epoch == 0:
             self.go_to(updates)  # runs start with an epoch
+
+    def begin_anew(self, updates: int) -> None:
+        """Take the position of the scheduler after the first step, if the count is ahead of it.
+
+        Then the count came with the optimizer, but the scheduler began anew, as with train.py's
+        ``--resume FILE --start-epoch 0``. train.py states no position before that run.
+        """
+        if self.started and not self._has_begun:
+            self._has_begun = True
+            if 0 < updates < self.updates:
+                self.go_to(updates)
 
 
 def _at_scheduler_step(method: Any, position: str) -> Any:
@@ -244,9 +256,11 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
             router_losses.log_epoch(self.optimizer)
         if isinstance(averaging, _RunAveraging):
             reached = args[0] if args else kwargs[position]
-            averaging.seek_start(reached * averaging.updates_per_epoch if is_epoch else reached)
+            averaging.begin_at(reached * averaging.updates_per_epoch if is_epoch else reached)
             if is_epoch:
                 averaging.end_epoch(self.optimizer)
+            else:
+                averaging.begin_anew(reached)
         method(self, *args, **kwargs)
 
     return observe_and_call

@@ -205,7 +205,8 @@ class ExpertWeightAveraging:
 
     Attributes:
         started: whether a step has been taken since this averaging was made.
-        has_experts: whether the optimizer trains experts, or did since this averaging was made.
+        has_experts: whether the optimizer trains experts that are not frozen, or did since this
+            averaging was made.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class ExpertWeightAveraging:
 
         layers = layers_of_trained_experts(optimizer, self.layers())
         self._validate(model, optimizer, layers)
-        self.has_experts = bool(layers)
+        self.has_experts = bool(layers) and not are_frozen(layers)
 
         self._is_on_device = any(group.get("capturable") for group in optimizer.param_groups)
         first = (layers or self.layers())[0]
@@ -249,7 +250,7 @@ class ExpertWeightAveraging:
         self._steps = Steps(self._end_step)
         self._steps.follow(optimizer)
         register(self)
-        if layers:
+        if self.has_experts:
             self._log_plan(layers)
 
     def _validate(self, model: nn.Module, optimizer: Optimizer, layers: list[MoeMlp]) -> None:
@@ -388,7 +389,7 @@ class ExpertWeightAveraging:
     def _experts_due(self, optimizer: Optimizer, held: set[int]) -> list[tuple[Tensor, Rate]]:
         """Return the parameters to average at the end of the step that begins, with their rates."""
         layers = layers_of_trained_experts(optimizer, self.layers(), held)
-        if layers and not self.has_experts:  # They were frozen before.
+        if layers and not self.has_experts and not are_frozen(layers):  # They were frozen before.
             self.has_experts = True
             self._log_plan(layers)
         rates = self._rates(layers, self._progress())

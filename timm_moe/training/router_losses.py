@@ -153,7 +153,8 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
         _logger.warning(
             "The routers' losses of some forwards were taken, but no backward reached them: "
             "timm_moe.auxiliary_loss(model) gives them once, so call it once after each forward, "
-            "add that tensor to the loss, and log the same tensor."
+            "add that tensor to the loss, and log the same tensor. Where you skipped a batch on "
+            "purpose, all is well."
         )
 
 

@@ -5,7 +5,8 @@ when     what happens
 =======  ==========================================================================================
 before   experts that the optimizer does not know are refused, and the state of a dense model
 before   router losses that nobody added are refused; else the routers are cleared
-before   a warning names experts that have a share rate but that nothing averages
+before   warnings name experts that are trained in eval mode, and those that have a share rate but
+         that nothing averages
 after    the experts are averaged, see :mod:`timm_moe.training.averaging`
 after    balancing biases move by the choices since the last step
 =======  ==========================================================================================
@@ -55,6 +56,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
         averaging.begin_step(optimizer, held)
     for layer in trained:
         layer.calls_since_step = 0
+    _warn_of_eval_mode(optimizer, trained)
     _warn_without_averaging(optimizer, averaging, layers)
 
     end_forwards(optimizer, trained, others)
@@ -106,6 +108,28 @@ def _refuse_dense_state(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
                 "The optimizer's state that was loaded is that of a dense model, not of its "
                 "experts: begin with a new one (train.py --no-resume-opt)."
             )
+
+
+def _warn_of_eval_mode(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
+    """Warn once of experts that are trained in eval mode, where they work as in evaluation.
+
+    transformers' ``from_pretrained`` returns a model in eval mode, and Lightning leaves it there.
+    """
+    names = [
+        layer.path or "an expert layer"
+        for layer in trained
+        if not layer.training
+        and any(
+            stacked.requires_grad and stacked.grad is not None
+            for _, stacked in layer.named_expert_parameters()
+        )
+    ]
+    if names and is_first_time(optimizer, "eval mode"):
+        _logger.warning(
+            f"The experts in {', '.join(names)} are trained in eval mode, where EWA's experts "
+            "compute their mean and stay alike, and routers have no losses: call model.train() "
+            "before the training."
+        )
 
 
 def _warn_without_averaging(

@@ -14,10 +14,14 @@ from torch.optim import Optimizer
 #: optimizer is of this kind.
 _SEQUENCES = {
     "z": ("x", "y", "z"),  # schedule-free optimizers
-    "lookahead_slow_buff": ("lookahead_slow_buff",),
+    "lookahead_slow_buff": ("lookahead_slow_buff",),  # timm's Lookahead
+    # Lookahead, Ranger and Ranger21 of pytorch_optimizer
+    "slow_params": ("slow_params",),
+    "slow_buffer": ("slow_buffer",),
+    "lookahead_params": ("lookahead_params",),
 }
-#: All such entries, and MADGRAD's.
-_ENTRIES = {*_SEQUENCES, "x0"}
+#: Entries of MADGRAD's states. D-Adaptation has an "x0" too.
+_OF_MADGRAD = {"x0", "s", "grad_sum_sq"}
 
 
 def with_hooks(optimizer: Any) -> Optimizer:
@@ -124,19 +128,26 @@ def average_kept_(
         optimizers: optimizers that may hold such weights in their states.
         due: parameters (E, ...) with their share rates.
         average_all_: averages such a list.
+
+    Raises:
+        ValueError: if an optimizer would undo the averaging in a way that is not known.
     """
     kept = {}
     for optimizer in optimizers:
         for stacked, rate in due:
             # ZeroRedundancyOptimizer has None for parameters of other processes.
             state = optimizer.state.get(stacked) or {}
-            if _ENTRIES.isdisjoint(state):
-                continue
             names = {name for key, names in _SEQUENCES.items() if key in state for name in names}
             for weights in (state.get(name) for name in names):
                 if isinstance(weights, Tensor) and weights.shape == stacked.shape:
                     kept[id(weights)] = (weights, rate)
             if "x0" in state:
+                if not state.keys() >= _OF_MADGRAD:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} computes experts from their first values "
+                        "(x0), which undoes their averaging: take another optimizer, or "
+                        "share_rate=0."
+                    )
                 target = _target_of_madgrad(state, _eps_of(optimizer, stacked))
                 averaged = target.clone()
                 average_all_([(averaged, rate)])

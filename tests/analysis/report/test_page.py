@@ -101,7 +101,7 @@ def test_the_command(splits, tmp_path, capsys, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("timm_moe.analysis.report")]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["report", sources[0], *options, "--overwrite", str(tmp_path / "other")]) == 1
-    assert "The report needs altair: pip install 'timm_moe[report]'" in capsys.readouterr().err
+    assert "altair: pip install 'timm_moe[report]'" in capsys.readouterr().err
 
 
 # --- in a browser

@@ -338,7 +338,7 @@ def test_the_command(splits, tmp_path, capsys):
 def test_without_matplotlib_all_but_the_plot_is_written(splits, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(command(tmp_path, make_model(), "vit_tiny_moe", splits)) == 0
-    assert "needs matplotlib: pip install 'timm_moe[evaluate]'." in caplog.text
+    assert "pip install 'timm_moe[evaluate]'" in caplog.text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "routes.csv",
         "routes.json",
@@ -371,5 +371,5 @@ def test_where_nothing_can_be_written(splits, tmp_path, capsys):
     assert main([*arguments, str(tmp_path / "file")]) == 1
     assert main([*arguments, str(tmp_path / "file/where")]) == 1
     errors = capsys.readouterr().err.splitlines()
-    assert "file is a file; the output must be a folder." in errors[0]
-    assert "file is a file, so" in errors[1]
+    assert "file is a file;" in errors[0]
+    assert "file is a file," in errors[1]

@@ -250,7 +250,7 @@ def test_bad_options(masked, monkeypatch, capsys, options, message):
 
 def test_an_ignored_label_needs_masks(masked, capsys):
     assert main(["routes", "model", "out", "--data-dir", str(masked), "--ignore-index", "9"]) == 1
-    assert "name the folder of the masks with --segmentation." in capsys.readouterr().err
+    assert "--segmentation" in capsys.readouterr().err
 
 
 def test_other_files_are_left_out_and_one_line_says_what_is_taken(masked, caplog):
@@ -271,17 +271,14 @@ def test_masks_without_classes(masked):
     for _, mask in pair_files(masked / "images", masked / "masks"):
         write(mask, np.full((40, 48), VOID))
     model = backbone(routing_unit="token")
-    with pytest.raises(ValueError, match="the label 9, so no patch has a class"):
+    with pytest.raises(ValueError, match=r"label 9, .*patch"):
         collect_patch_routes(model, masked_images(masked, model), HERE)
 
 
 def test_models_whose_tokens_are_no_patches(masked):
     model = backbone("vit_tiny_moe")
     model.num_prefix_tokens = 0
-    with pytest.raises(
-        ValueError,
-        match="routes 17 rows of an image, which are not its 16 patches and 0 other tokens",
-    ):
+    with pytest.raises(ValueError, match=r"mlp routes 17 rows .*16 patches and 0 "):
         collect_patch_routes(model, masked_images(masked, model), HERE)
 
 

@@ -117,9 +117,9 @@ def test_parameters_are_those_of_the_factors():
 
 def test_what_is_not_possible_is_said(images, monkeypatch):
     for options, message in (
-        (dict(factor_init="zeros"), "factor_init must be one of sign, normal"),
-        (dict(ensemble_size=0), "ensemble_size must be an integer"),
-        (dict(ensemble_layers="last-9"), "does not fit"),
+        (dict(factor_init="zeros"), "factor_init .*sign, normal, .*'zeros'"),
+        (dict(ensemble_size=0), r"ensemble_size .* 0\."),
+        (dict(ensemble_layers="last-9"), "last-9"),
     ):
         with pytest.raises(ValueError, match=message):
             timm.create_model("vit_be_b32", **SMALL_VIT, **options)

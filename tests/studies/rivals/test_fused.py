@@ -198,7 +198,7 @@ def test_adapters_are_merged_into_the_experts_first(images):
 
 
 def test_copies_are_warned_of(dense_vit):
-    with pytest.warns(UserWarning, match="begin as copies of one network"):
+    with pytest.warns(UserWarning, match="begin as copies"):
         fused_vit().load_state_dict(dense_vit.state_dict())
     with pytest.warns(UserWarning, match="remain copies"):
         convert_to_moe(dense_vit, router="fused")
@@ -228,7 +228,7 @@ def test_what_is_not_possible_is_said():
     for experts, share in ((2, 1.0), (2, -0.1), (1, 0.5)):
         with pytest.raises(ValueError, match="common_share must"):
             Fusion(experts, share)
-    with pytest.raises(ValueError, match="common_share is an option of router='fused'"):
+    with pytest.raises(ValueError, match=r"common_share .*router='fused'"):
         timm.create_model("vit_tiny_ewa_moe", common_share=0.5, **SMALL_VIT)
 
 

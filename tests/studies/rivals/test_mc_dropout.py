@@ -131,16 +131,12 @@ def test_mc_dropout_by_the_command(splits, tmp_path, monkeypatch):
     ("name", "options", "message"),
     [
         ("vit_tiny_patch16_224", {}, "no experts with dropout"),
-        (
-            "vit_small_moe",
-            {},
-            "no experts with dropout: train it with --model-kwargs expert_dropout",
-        ),
-        ("vmoe_pbe_s32", dict(num_experts=4), "has members of its own"),
+        ("vit_small_moe", {}, "no experts with dropout: .*--model-kwargs expert_dropout"),
+        ("vmoe_pbe_s32", dict(num_experts=4), "members of its own"),
     ],
 )
 def test_models_that_mc_dropout_cannot_sample_are_refused(name, options, message):
     with pytest.raises(ValueError, match=message):
         with_samples(make_model(name, **options), 2)
-    with pytest.raises(ValueError, match="at least 2 samples, got 1"):
+    with pytest.raises(ValueError, match="2 samples, got 1"):
         with_samples(with_dropout(), 1)

@@ -189,7 +189,7 @@ def test_it_learns_to_tell_its_images_apart():
 
 
 def test_an_ensemble_in_timms_tasks_and_in_info(dense_vit):
-    with pytest.raises(ValueError, match="cannot train an ensemble such as MimoVisionTransformer"):
+    with pytest.raises(ValueError, match=r"LogitDistillationTask .*MimoVisionTransformer"):
         LogitDistillationTask(mimo(), dense_vit, nn.CrossEntropyLoss(), verbose=False)
     assert model_info("vmoe_mimo_b32", ensemble_size=4).members == 4
 
@@ -206,9 +206,9 @@ def test_compiled(name, images):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(ensemble_size=0), "ensemble_size must be an integer of at least 1"),
-        (dict(batch_repetitions=0), "batch_repetitions must be an integer of at least 1"),
-        (dict(input_repetition=-0.1), "input_repetition must be a number of at least 0"),
+        (dict(ensemble_size=0), r"ensemble_size .* 0\."),
+        (dict(batch_repetitions=0), r"batch_repetitions .* 0\."),
+        (dict(input_repetition=-0.1), r"input_repetition .* -0\.1\."),
     ],
 )
 def test_options_out_of_range(options, message):
@@ -218,12 +218,8 @@ def test_options_out_of_range(options, message):
 
 def test_a_batch_too_small_to_be_mixed():
     model = mimo()
-    with pytest.raises(
-        ValueError, match=r"A batch of 2 with input_repetition=0\.5 leaves nothing to shuffle"
-    ):
+    with pytest.raises(ValueError, match=r"batch of 2 .*input_repetition=0\.5 "):
         model(torch.randn(2, 3, 32, 32))
-    with pytest.raises(
-        ValueError, match=r"A batch of 8 with input_repetition=1 leaves nothing to shuffle"
-    ):
+    with pytest.raises(ValueError, match=r"batch of 8 .*input_repetition=1 "):
         mimo(input_repetition=1)(torch.randn(8, 3, 32, 32))
     assert model.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 5)

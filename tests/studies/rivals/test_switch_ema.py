@@ -36,7 +36,7 @@ def test_switch_ema_is_its_definition():
     for _ in range(2000):
         optimizer.step()
     assert switch._averages[narrow].item() == pytest.approx(1.25 - 0.25 * 0.999**2000, rel=1e-3)
-    with pytest.raises(TypeError, match="so its steps cannot be followed"):
+    with pytest.raises(TypeError, match=r"object .*torch\.optim\.Optimizer"):
         SwitchEma(object(), decay=0.5, interval=1)
     for wrong in (dict(decay=1.0, interval=1), dict(decay=0.5, interval=0)):
         with pytest.raises(ValueError, match="must"):
@@ -99,5 +99,5 @@ def test_an_optimizer_that_would_undo_the_switch_is_refused():
     optimizer = timm.optim.create_optimizer_v2([weight], opt="madgrad", lr=0.1)
     SwitchEma(optimizer, decay=0.5, interval=1)
     weight.grad = torch.tensor([1.0])
-    with pytest.raises(ValueError, match="keeps weights of its own"):
+    with pytest.raises(ValueError, match="weights of its own"):
         optimizer.step()
