@@ -1,6 +1,6 @@
 """timm's own train.py, killed (SIGKILL) again and again until it has finished.
 
-See docs/compatibility.md.
+See CONTRIBUTING.md, "Killed runs".
 
     TIMM_SCRIPTS=FOLDER python tests/stress/kill_training.py --kills 20 --seed 0
 
