@@ -137,6 +137,32 @@ def test_runs_are_found_by_name_by_folder_and_by_file(experiments, caplog):
 
 
 @pytest.mark.parametrize(
+    ("folders", "groups"),
+    [
+        (["dense/seed0", "dense/seed1", "ewa/seed0"], ["dense", "dense", "ewa"]),
+        (["dense/seed0", "ewa/seed1"], ["dense", "ewa"]),
+        (["a/run", "b/run"], ["a/run", "b/run"]),
+        (["x/y/a/run-0", "x/z/a/run-0"], ["y/a/run", "z/a/run"]),
+    ],
+)
+def test_runs_of_equal_names_are_told_apart_by_the_folders_above(tmp_path, folders, groups):
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "last.pth.tar").touch()
+    for arguments in (folders, [f"{folder}/last.pth.tar" for folder in folders]):
+        runs = find_runs([str(tmp_path / argument) for argument in arguments])
+        assert [run.group for run in runs] == groups
+        assert len({run.name for run in runs}) == len(runs)
+
+
+def test_two_checkpoints_of_a_run_have_the_names_of_their_files(experiments):
+    folder = Path("output/train/dense-0")
+    (folder / "model_best.pth.tar").touch()
+    runs = find_runs([str(folder), str(folder / "model_best.pth.tar")])
+    assert [run.group for run in runs] == ["last.pth.tar", "model_best.pth.tar"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["dense-*", "moe-*"], r"moe-\* is no run"),

@@ -45,7 +45,7 @@ def test_the_option_that_differs_is_named_with_both_values(options, told, tmp_pa
 def test_experts_in_a_file_of_a_dense_model(tmp_path):
     file = tmp_path / "a.pth"
     torch.save(make_model(EWA).state_dict(), file)
-    with pytest.raises(ValueError, match=r"experts in blocks 1,3, .*none"):
+    with pytest.raises(ValueError, match=r"experts in blocks\.1, blocks\.3, .*none"):
         load_source(file, ModelSpec("vit_tiny_patch16_224", 5, OPTIONS))
 
 
@@ -56,6 +56,44 @@ def test_stages_of_another_length(tmp_path):
     torch.save(timm.create_model(name, **options, depths=(1, 1, 2, 1)).state_dict(), file)
     with pytest.raises(ValueError, match=r"2 of layers\.2\.blocks, .*1"):
         load_source(file, ModelSpec(name, kwargs={**options, "depths": (1, 1, 1, 1)}))
+
+
+def test_experts_in_other_stages_are_named_by_their_blocks(tmp_path):
+    """moe_layers counts the blocks of all stages, the names those of each."""
+    name = "swin_tiny_patch2_window4_32_ewa_moe"
+    file = tmp_path / "a.pth"
+    torch.save(timm.create_model(name, moe_layers="last-2", num_classes=4).state_dict(), file)
+    told = r"layers\.2\.blocks\.1, layers\.2\.blocks\.3, .*layers\.0\.blocks\.1, .*moe_layers"
+    with pytest.raises(ValueError, match=told) as caught:
+        load_source(file, ModelSpec(name, 4))
+    assert "moe_layers=" not in str(caught.value)
+
+
+def test_another_kind_of_model_is_no_question_of_its_classifier(tmp_path):
+    file = tmp_path / "a.pth"
+    torch.save(timm.create_model("resnet18", num_classes=5).state_dict(), file)
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        load_source(file, ModelSpec(EWA, 5, OPTIONS))
+    assert "num_classes" not in str(caught.value)
+    model = timm.create_model(EWA, **{**SMALL_VIT, "num_classes": 0})
+    assert "num_classes=0" in problem(tmp_path / "b.pth", model)
+
+
+def test_arguments_of_deits_trainer_state_the_side_of_an_image(tmp_path):
+    file = tmp_path / "a.pth"
+    args = argparse.Namespace(model="deit", input_size=32, nb_classes=5, opt="adamw")
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    torch.save({"model": model.state_dict(), "args": args}, file)
+    loaded = load_source(file, ModelSpec("vit_tiny_patch16_224", 5, OPTIONS))
+    assert loaded.pretrained_cfg["input_size"] == (3, 32, 32)
+
+
+def test_the_users_mean_comes_before_one_that_is_no_number(tmp_path):
+    file = save_as_train_py(tmp_path / "a.pth", make_model(EWA), EWA, mean="imagenet")
+    with pytest.raises(ValueError, match=r"mean.*'imagenet'"):
+        load_source(file)
+    spec = ModelSpec(preprocessing=dict(mean=(0.1, 0.2, 0.3)))
+    assert load_source(file, spec).pretrained_cfg["mean"] == (0.1, 0.2, 0.3)
 
 
 def test_the_users_size_of_images_comes_before_the_files(tmp_path):

@@ -125,6 +125,32 @@ def test_card_of_a_checkpoint(checkpoint):
     assert "| top-1 accuracy (%) | 51.25 |" in card
 
 
+def test_the_card_states_the_recipe_that_was_run(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    stated = dict(smoothing=0.0, weight_decay=0.0, warmup_epochs=0, seed=0, mixup=0.0, hflip=0.5)
+    vars(content["args"]).update(stated, no_aug=True, scale=[0.08, 1.0], aa="rand", reprob=0.25)
+    torch.save(content, tmp_path / "last.pth.tar")
+    card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+    for option, value in {**stated, "no_aug": True}.items():
+        told = f"| {option} | `{value}` |"
+        assert (told in card) == (option not in ("mixup", "hflip")), option
+    for option in ("scale", "aa", "reprob"):
+        assert f"| {option} |" not in card
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_a_folder_is_the_start_of_a_training_by_pretrained_alone(checkpoint, tmp_path, pretrained):
+    """Without it timm draws the weights of a model that is named by a folder."""
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].model = "local-dir:teacher"
+    content["args"].pretrained = pretrained
+    torch.save(content, tmp_path / "last.pth.tar")
+    model = "vit_tiny_ewa_moe"
+    spec = ModelSpec(model, SMALL_VIT["num_classes"], {**OPTIONS, "num_experts": 3})
+    card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True, spec=spec).card
+    assert ("it began from the weights of `local-dir:teacher`" in card) == pretrained
+
+
 def test_card_of_a_dense_model_made_of_routed_experts_claims_no_results(checkpoints):
     card = push_dense(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True).card
     assert "model-index" not in front_matter(card)

@@ -151,6 +151,12 @@ def test_parameters_keep_their_types(ewa_vit, tmp_path):
     assert ewa_vit.blocks[1].mlp.fc1.weight.dtype == torch.bfloat16
 
 
+def test_a_small_model_that_was_converted_in_memory_is_exported_as_timms_own(tmp_path):
+    model = timm_moe.convert_to_moe(timm.create_model("vit_xtiny", depth=2), num_experts=2)
+    export = timm_moe.export_dense(model, tmp_path / "vit")
+    assert export.architecture == "vit_tiny_patch16_224"
+
+
 def test_no_generator_of_a_gpu_is_seeded(ewa_vit, tmp_path, monkeypatch):
     """A process that exports after each epoch would draw the same numbers in every epoch."""
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("It was seeded."))

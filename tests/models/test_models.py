@@ -17,7 +17,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torchvision.models import feature_extraction
 
 import timm_moe
-from timm_moe.models.registered import weightless
+from timm_moe.models.registered import (
+    is_named_after_stock,
+    registered_models,
+    weightless,
+    weightless_model,
+)
 
 SIZES = ("tiny", "small", "base", "large")
 
@@ -286,6 +291,27 @@ def test_routed_models_are_the_papers(name, layers, experts, options):
             **options,
         }
         assert {option: getattr(layer.router, option) for option in router} == router
+
+
+OWN_NAMES = [
+    name
+    for name in registered_models("*")
+    if not is_named_after_stock(name) and ("moe" in name or name.startswith("widenet"))
+]
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+@pytest.mark.first_case
+def test_the_dense_form_of_every_model_is_one_of_a_registered_name(name):
+    """Its export could not be loaded otherwise."""
+    model = weightless_model(name, num_classes=10)
+    dense = weightless_model(model.dense_architecture, **{**model.dense_args, "num_classes": 10})
+    if name.startswith("vimoe"):  # at 224 pixels, and DINOv2's form is at 518
+        dense.set_input_size(224)
+    shapes = {key: value.shape for key, value in dense.state_dict().items()}
+    with weightless():
+        gathered = timm_moe.to_dense(model)
+    assert {key: value.shape for key, value in gathered.state_dict().items()} == shapes
 
 
 def test_experts_of_v_moe_start_equal_and_those_of_the_naive_moe_apart():

@@ -58,7 +58,8 @@ class Run:
     """One training: the model that it ended with.
 
     Attributes:
-        name: of the experiment, the folder or the file.
+        name: of the experiment, the folder or the file; with the folders above it where two runs
+            would have the same name, or a name that is only a number.
         source: as :func:`timm_moe.checkpoints.source.load_source` takes it.
         group: name of its method, that of the run without its last number.
     """
@@ -140,11 +141,12 @@ def find_runs(arguments: Sequence[str]) -> list[Run]:
         FileNotFoundError: if one is not there.
         ValueError: if a run is named twice, or there are fewer than two.
     """
-    runs = [run for argument in arguments for run in _runs_of(argument)]
-    names = [run.source for run in runs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{name} is named twice: a run cannot be compared with itself.")
+    found = [run for argument in arguments for run in _runs_of(argument)]
+    sources = [source for _, source in found]
+    for source in sources:
+        if sources.count(source) > 1:
+            raise ValueError(f"{source} is named twice: a run cannot be compared with itself.")
+    runs = _named(found)
     if len(runs) < 2:
         raise ValueError(f"Two runs at least are compared, got {len(runs)}.")
     if len({run.group for run in runs}) == 1:
@@ -157,9 +159,10 @@ def find_runs(arguments: Sequence[str]) -> list[Run]:
     return runs
 
 
-def _runs_of(argument: str) -> Iterator[Run]:
+def _runs_of(argument: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the runs that an argument names: the parts of each path, and its source."""
     if argument.startswith(SOURCE_PREFIXES):
-        yield _run(argument, argument)
+        yield (argument,), argument
         return
     for pattern in (argument, str(EXPERIMENTS / argument)):
         found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
@@ -167,7 +170,8 @@ def _runs_of(argument: str) -> Iterator[Run]:
             has_checkpoint = path.is_dir() and (path / CHECKPOINT).exists()
             file = path / CHECKPOINT if has_checkpoint else path
             is_of_experiment = path.name.endswith(".pth.tar") and path.absolute().parent.name
-            yield _run(path.absolute().parent.name if is_of_experiment else path.name, str(file))
+            place = path.absolute().parent if is_of_experiment else path.absolute()
+            yield place.parts, str(file)
         if found:
             return
     raise FileNotFoundError(
@@ -176,8 +180,22 @@ def _runs_of(argument: str) -> Iterator[Run]:
     )
 
 
-def _run(name: str, source: str) -> Run:
-    return Run(name, source, re.sub(r"[-_.]?(seed)?[-_.]?\d+$", "", name) or name)
+def _named(found: Sequence[tuple[tuple[str, ...], str]]) -> list[Run]:
+    """Name runs by the last parts of their paths: as few as make all names different."""
+    places = [parts for parts, _ in found]
+    paths = [
+        Path(source).absolute().parts if places.count(parts) > 1 else parts
+        for parts, source in found
+    ]
+    for number in range(1, max(map(len, paths), default=0) + 1):
+        names = ["/".join(parts[-number:]) for parts in paths]
+        groups = [re.sub(r"[-_./]?(seed)?[-_.]?\d+$", "", name) for name in names]
+        if len({*names}) == len(names) and all(groups):
+            break
+    return [
+        Run(name, source, group or name)
+        for name, (_, source), group in zip(names, found, groups, strict=True)
+    ]
 
 
 # --- their figures

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +17,7 @@ from ..console import in_layers
 from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..convert.dense import to_dense
 from ..convert.find import ffn_paths
-from ..model_config import model_input_size
+from ..model_config import model_input_size, preprocessing
 from ..models.registered import check_registered, weightless_model
 
 #: Of a number in float32.
@@ -57,8 +58,8 @@ class ModelInfo:
     gflops: float
     input_size: tuple[int, ...]  #: (channels, height, width) of that image
     number_varies: bool = False  #: whether tokens pass through different numbers of experts
-    #: of a registered name: the dense model to compare with, with its arguments as for
-    #: ``--model-kwargs``; None if there is none
+    #: of a registered name: the registered dense model that differs in the experts alone, also in
+    #: image size and preprocessing; None if there is none
     dense_twin: str | None = None
 
     def rows(self) -> dict[str, str]:
@@ -122,7 +123,8 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """
     check_registered(name)
     model = weightless_model(name, **kwargs)
-    return replace(measure(model, name), dense_twin=_dense_twin(model))
+    twin = _dense_twin(model, name)
+    return replace(measure(model, name), dense_twin=twin)
 
 
 def measure(model: nn.Module, name: str) -> ModelInfo:
@@ -148,12 +150,24 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
     )
 
 
-def _dense_twin(model: nn.Module) -> str | None:
-    """Write the dense model that a model was made from, with its arguments."""
-    name = getattr(model, "dense_architecture", None)
-    args = getattr(model, "dense_args", None) or {}
-    options = [f"{option}={value}" for option, value in args.items() if option != "num_classes"]
-    return name and " ".join([name, *(["--model-kwargs", *options] if options else [])])
+def _dense_twin(model: nn.Module, name: str) -> str | None:
+    """Return the registered dense model that differs from a model of a name in the experts alone.
+
+    None is returned if there is no such model.
+    """
+    architecture = name.partition(".")[0]
+    twin: str | None = architecture.removesuffix("_ewa_moe")
+    if twin == architecture or not timm.is_model(twin):
+        twin = getattr(model, "dense_architecture", None)
+    if twin is None or not timm.is_model(twin):
+        return None
+    dense = weightless_model(twin, num_classes=model.num_classes)
+    own = {path: tuple(weight.shape) for path, weight in model.state_dict().items()}
+    for path, weight in dense.state_dict().items():
+        shape = own.get(path)
+        if shape is None or shape[len(shape) - weight.ndim :] != tuple(weight.shape):
+            return None
+    return twin if preprocessing(dense) == preprocessing(model) else None
 
 
 def activation_bytes(model: nn.Module, batch: int) -> int:

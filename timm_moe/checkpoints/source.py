@@ -276,7 +276,7 @@ def _state_images(
     is_guess = not train_args and not name.startswith(SOURCE_PREFIXES) and "." not in name
     origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
     try:
-        stated = state_preprocessing(model, _without_size(train_args, spec))
+        stated = state_preprocessing(model, _without_stated(train_args, spec))
     except ValueError as error:
         raise ValueError(f"The arguments of train.py in {path} do not fit: {error}") from error
     except Exception as error:
@@ -286,10 +286,12 @@ def _state_images(
     _keep_args_of_images(model, train_args, path)
 
 
-def _without_size(train_args: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Return train.py's arguments without the size of its images, if the user states one."""
-    sizes = ("img_size", "input_size") if "img_size" in spec.preprocessing else ()
-    return {name: value for name, value in train_args.items() if name not in sizes}
+def _without_stated(train_args: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return train.py's arguments without the preprocessing that the user states."""
+    stated = {*spec.preprocessing}
+    if "img_size" in stated:
+        stated.add("input_size")
+    return {name: value for name, value in train_args.items() if name not in stated}
 
 
 def _drop_class_names(model: nn.Module) -> None:

@@ -129,7 +129,12 @@ def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         args = vars(args)
     elif not isinstance(args, dict) or "model" not in args:  # another trainer's
         return {}
-    return {name: _flattened(value) for name, value in args.items()}
+    stated = {name: _flattened(value) for name, value in args.items()}
+    if isinstance(
+        stated.get("input_size"), int
+    ):  # the side of an image, of DeiT's and MAE's trainers
+        stated["img_size"] = stated.pop("input_size")
+    return stated
 
 
 def args_of_import(path: Path) -> dict[str, Any]:

@@ -262,12 +262,11 @@ def write_dense(
             f"training.{better}"
         )
     expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
-    if not layers:
-        state_as_stock(layout.model)
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
         del layers  # each layer goes before the next network is made
         to_dense_(layout.model, method, svd_ratio)
+    state_as_stock(layout.model)
     if not exact:
         expected = source_outputs(layout.model, inputs, allow_nonfinite)
     return _write(layout, inputs, expected, exact, target, overwrite)

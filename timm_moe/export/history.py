@@ -21,7 +21,8 @@ from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
 from ..training.summary import DamagedTable, read_summary
 
-#: Options of train.py that are kept where they are set. None of them is a path.
+#: Options of train.py that are kept where they are set: not None, False, empty or, but for those
+#: of :data:`_ZERO_COUNTS`, zero. None of them is a path.
 _TRAINING_OPTIONS = (
     "pretrained",
     "epochs",
@@ -40,9 +41,7 @@ _TRAINING_OPTIONS = (
     "smoothing",
     "mixup",
     "cutmix",
-    "scale",
-    "aa",
-    "reprob",
+    "no_aug",
     "drop",
     "drop_path",
     "task",
@@ -54,6 +53,10 @@ _TRAINING_OPTIONS = (
     "kd_model_name",
     "seed",
 )
+#: Options of which zero says something, since train.py's default is another number.
+_ZERO_COUNTS = ("seed", "weight_decay", "warmup_epochs", "smoothing")
+#: Options of the augmentation, which ``no_aug`` turns off.
+_AUGMENTATION = ("scale", "aa", "reprob")
 #: Options that mean nothing unless another one is set.
 _DEPENDENT_OPTIONS = {
     "amp": ("amp_dtype",),
@@ -250,11 +253,14 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
     """
     args = origin.train_args
     replaced = _stated_start(args)
-    is_pretrained = (
-        bool(args.get("pretrained")) and not replaced and HUB_NAME.fullmatch(pretrained or "")
-    )
-    folder = args["model"] if str(args["model"]).startswith(SOURCE_PREFIXES) else None
-    start = None if is_pretrained else replaced or folder
+    # Without --pretrained timm draws weights, also for a model that a folder describes.
+    model = str(args["model"])
+    start, base = replaced, None
+    if args.get("pretrained") and not replaced:
+        if HUB_NAME.fullmatch(pretrained or "") and not model.startswith("local-dir:"):
+            base = pretrained
+        elif model.startswith(SOURCE_PREFIXES):
+            start = model
     reader, dataset = _named_dataset(args)
 
     epoch = origin.epoch if type(origin.epoch) is int and is_single(origin.epoch) else None
@@ -266,7 +272,7 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
         epoch=epoch,
         ema=origin.ema,
         metrics=metrics if measures_ema(args) == origin.ema else {},
-        base=pretrained if is_pretrained else None,
+        base=base,
         start=public(start) if start else None,
         dataset=dataset,
         dataset_on_hub=dataset is not None and reader in _HUB_READERS,
@@ -284,17 +290,20 @@ def _options(args: dict[str, Any], dataset: str | None) -> dict[str, str]:
     dependent = [
         name for main, names in _DEPENDENT_OPTIONS.items() if args.get(main) for name in names
     ]
+    augmentation = () if args.get("no_aug") else _AUGMENTATION
     options = {
         "model": args["model"],
         **{f"model option {public(name)}": value for name, value in model_options},
         "dataset": dataset,
-        **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *dependent)},
+        **{name: args.get(name) for name in (*_TRAINING_OPTIONS, *augmentation, *dependent)},
     }
-    return {
-        name: public(value)
-        for name, value in options.items()
-        if value not in (None, False, "", {}) or (name == "seed" and value == 0)
-    }
+    return {name: public(value) for name, value in options.items() if _is_set(name, value)}
+
+
+def _is_set(name: str, value: Any) -> bool:
+    """Tell if an option of train.py has a value that says something."""
+    is_zero_that_counts = value == 0 and value is not False and name in _ZERO_COUNTS
+    return is_zero_that_counts or value not in (None, False, "", {})
 
 
 def _stated_start(args: dict[str, Any]) -> Any:

@@ -137,7 +137,10 @@ _VARIANTS = {
         "ViMoE-B/14 with a shared expert.", "base", 14, shared_expert=True, **_VIMOE
     ),
     "soft_moe_s16": _soft_moe("Soft MoE-S/16.", "small", 16),
-    "soft_moe_s14": _soft_moe("Soft MoE-S/14.", "small", 14, num_experts=256),
+    # timm has no ViT-S/14 of 224 pixels.
+    "soft_moe_s14": _soft_moe("Soft MoE-S/14.", "small", 14, num_experts=256)._replace(
+        stock="vit_small_patch16_224", own_size={**_SOFT_VIT, "patch_size": 14}
+    ),
     "soft_moe_b16": _soft_moe("Soft MoE-B/16.", "base", 16),
     "soft_moe_l16": _soft_moe("Soft MoE-L/16.", "large", 16, moe_layers="tail-12"),
     "soft_moe_h14": _soft_moe("Soft MoE-H/14.", "huge", 14, num_experts=256, moe_layers="tail-16"),

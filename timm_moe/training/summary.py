@@ -23,8 +23,8 @@ def read_summary(folder: Path, columns: Collection[str]) -> list[dict[str, float
 
     Returns:
         The numbers of each row by column; none if there is no table. A value that is not there is
-        left out, as is the second head that a resumed run writes. Rows of an earlier run in the
-        same folder are kept.
+        left out. Rows of an earlier run in the same folder are kept, each read by the head above
+        it: a resumed run writes another one, whose columns may differ.
 
     Raises:
         DamagedTable: if the file is not such a table.
@@ -35,12 +35,19 @@ def read_summary(folder: Path, columns: Collection[str]) -> list[dict[str, float
     if not file.exists():
         return []
     require_file(file, folder)
+    rows: list[dict[str, float]] = []
+    head: list[str] = []
     try:
-        return [
-            {name: float(row[name]) for name in ("epoch", *columns) if row.get(name)}
-            for row in csv.DictReader(read_text(file).splitlines())
-            if (row.get("epoch") or "").isdecimal()
-        ]
+        for values in csv.reader(read_text(file).splitlines()):
+            if "epoch" in values:
+                head = values
+                continue
+            row = dict(zip(head, values, strict=False))  # the last row may be cut
+            if row.get("epoch", "").isdecimal():
+                rows.append(
+                    {name: float(row[name]) for name in ("epoch", *columns) if row.get(name)}
+                )
+        return rows
     except (ValueError, csv.Error) as error:
         raise DamagedTable(
             f"{file} is damaged: it is not the table that train.py writes ({describe(error)})."

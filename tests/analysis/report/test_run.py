@@ -12,6 +12,7 @@ from timm_moe.analysis.report import write_report
 from timm_moe.analysis.report.sections.run import read_run, run_of_model, run_section
 from timm_moe.checkpoints.source import Origin
 from timm_moe.training.epoch_log import FILE
+from timm_moe.training.summary import read_summary
 
 
 def test_the_run_tells_whether_experts_came_together(tmp_path):
@@ -100,6 +101,20 @@ def test_what_the_routers_did_in_training_is_told(tmp_path):
     (tmp_path / FILE).write_text(json.dumps({"epochs": epochs[:1]}))
     told = parts_of(tmp_path)["Is every expert used in training?"].text
     assert told.startswith("In the last epoch, 0, none had less than a tenth of an even share.")
+
+
+@pytest.mark.parametrize("first", ["epoch,train_loss,eval_loss,lr", "epoch,train_loss,lr"])
+def test_rows_are_read_by_the_head_above_them(tmp_path, first):
+    """A run without validation has other columns than one with it in the same folder."""
+    second = ({"epoch,train_loss,eval_loss,lr", "epoch,train_loss,lr"} - {first}).pop()
+    rows = {"epoch,train_loss,eval_loss,lr": "2.0,1.5,0.1", "epoch,train_loss,lr": "2.0,0.1"}
+    lines = [first, f"0,{rows[first]}", second, f"1,{rows[second]}"]
+    (tmp_path / "summary.csv").write_text("\n".join(lines))
+    read = read_summary(tmp_path, ["eval_loss", "lr"])
+    assert [row["lr"] for row in read] == [0.1, 0.1]
+    assert [row.get("eval_loss") for row in read] == (
+        [1.5, None] if "eval" in first else [None, 1.5]
+    )
 
 
 def test_a_run_that_follows_another_in_its_folder_is_the_one_that_is_told(tmp_path):
