@@ -156,11 +156,11 @@ def _dense_twin(model: nn.Module, name: str) -> str | None:
     None is returned if there is no such model.
     """
     architecture = name.partition(".")[0]
-    twin: str | None = architecture.removesuffix("_ewa_moe")
-    if twin == architecture or not timm.is_model(twin):
-        twin = getattr(model, "dense_architecture", None)
-    if twin is None or not timm.is_model(twin):
+    candidates = (architecture.removesuffix("_ewa_moe"), getattr(model, "dense_architecture", None))
+    twins = [each for each in candidates if each and each != architecture and timm.is_model(each)]
+    if not twins:
         return None
+    twin: str = twins[0]
     dense = weightless_model(twin, num_classes=model.num_classes)
     own = {path: tuple(weight.shape) for path, weight in model.state_dict().items()}
     for path, weight in dense.state_dict().items():
