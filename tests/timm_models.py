@@ -38,11 +38,6 @@ EXCLUDED = (
     ("test_model_forward*_torchscript", "widenet_*", "expert layers have no TorchScript form"),
     ("test_model_forward*_torchscript", "t2t_*", "its windows have no TorchScript form"),
     ("test_model_backward*", "t2t_*", "its positions are fixed, so they get no gradient"),
-    (
-        "test_model_backward*",
-        "swin_moe_*",
-        "the biases of its last layers are zero for good, so they get no gradient",
-    ),
     ("test_model_default_cfgs_non_std", "t2t_*", "it has no first convolution"),
     (
         "test_model_default_cfgs*",
