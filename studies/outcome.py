@@ -67,26 +67,42 @@ class Outcome:
         baseline = self.size.baseline_of(arm)
         return None if baseline == arm else self.difference(arm, baseline, figure)
 
-    @cached_property
-    def corrected(self) -> dict[tuple[str, str, str], float]:
-        """Return the p-values of all secondary comparisons, corrected by Holm's method.
+    def is_primary_pending(self) -> bool:
+        """Tell if a primary comparison was stated and some of its pairs are missing."""
+        return self.study.primary is not None and any(
+            len(self.seeds(name)) < len(self.size.seeds_of(self.size.arm(name).training))
+            for name in self.study.primary
+        )
 
-        They are by the two arms and the figure's key, and empty if the study has no primary
-        comparison.
+    @cached_property
+    def _corrected(self) -> dict[tuple[frozenset[str], str], float]:
+        """The p-values of all secondary comparisons, corrected by Holm's method.
+
+        They are by the pair of arms and the figure's key, and empty if the study has no primary
+        comparison. A comparison that was stated and is not measured yet counts too, so that a
+        verdict does not change when it comes.
         """
         if self.study.primary is None:
             return {}
         baselines = [(arm.name, self.size.baseline_of(arm.name)) for arm in self.size.arms]
         pairs = [pair for pair in (*baselines, *self.further_pairs()) if pair[0] != pair[1]]
         figures = [figure for figure in self.study.measure.figures if figure.sign]
-        primary = (*self.study.primary, figures[0].key)
         found = {
-            (*pair, figure.key): difference.p
+            (frozenset(pair), figure.key): self.difference(*pair, figure)
             for pair in pairs
             for figure in figures
-            if (difference := self.difference(*pair, figure)) and not math.isnan(difference.p)
         }
-        return holm({key: p for key, p in found.items() if key != primary})
+        found.pop((frozenset(self.study.primary), figures[0].key), None)
+        return holm(
+            {
+                key: 1.0 if difference is None or math.isnan(difference.p) else difference.p
+                for key, difference in found.items()
+            }
+        )
+
+    def corrected(self, first: str, second: str, figure: Figure) -> float | None:
+        """Return the corrected p-value of a secondary comparison; None for others."""
+        return self._corrected.get((frozenset((first, second)), figure.key))
 
     def verdict(self, first: str, second: str, figure: Figure) -> str:
         """Judge an arm beside another one; a secondary comparison by its corrected p-value.
@@ -97,7 +113,7 @@ class Outcome:
         found = self.difference(first, second, figure)
         if found is None:
             raise ValueError(f"{first} and {second} share no seed.")
-        return found.verdict(figure.sign, self.corrected.get((first, second, figure.key)))
+        return found.verdict(figure.sign, self.corrected(first, second, figure))
 
     def interaction(self, first: str, second: str, figure: Figure) -> Difference | None:
         """Compare two arms by their differences to their baselines, paired by seed.

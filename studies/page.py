@@ -38,7 +38,8 @@ def write(folder: Path) -> list[str]:
     """
     known = stored(folder)
     for outcome in known:
-        draw(outcome, DOCS / "images")
+        if not outcome.is_primary_pending():
+            draw(outcome, DOCS / "images")
     for page, text in pages(folder).items():
         (DOCS / page).write_text(text)
     return [
@@ -95,6 +96,8 @@ def section(outcome: Outcome) -> str:
     ]
     if study.stated:
         head += ["", f"Stated before the runs: {study.stated}"]
+    if outcome.is_primary_pending():
+        return "\n".join([*head, "", _pending(outcome)])
     lacking = _incomplete(outcome)
     if lacking and not outcome.size.findings:
         return "\n".join([*head, "", "**Incomplete:** the full page has the figures so far."])
@@ -123,6 +126,14 @@ def detailed(outcome: Outcome) -> str:
     It has all figures, pairs, costs, recipes and circumstances.
     """
     study, size, arms = outcome.study, outcome.size, outcome.arms()
+    head = [
+        f"## {study.title}",
+        "",
+        f"`python -m studies {study.name} --size {outcome.size_name}`",
+        *(["", f"Stated before the runs: {study.stated}"] if study.stated else []),
+    ]
+    if outcome.is_primary_pending():
+        return "\n".join([*head, "", _pending(outcome)])
     pairs = [row for pair in outcome.further_pairs() if len(row := _pair(outcome, *pair)) > 2]
     options = " ".join([*size.options, *(["--model-kwargs", *size.kwargs] if size.kwargs else [])])
     recipes = [
@@ -135,10 +146,7 @@ def detailed(outcome: Outcome) -> str:
     ]
     return "\n".join(
         [
-            f"## {study.title}",
-            "",
-            f"`python -m studies {study.name} --size {outcome.size_name}`",
-            *(["", f"Stated before the runs: {study.stated}"] if study.stated else []),
+            *head,
             *_incomplete(outcome),
             "",
             *_table(
@@ -166,6 +174,17 @@ def _shown(outcome: Outcome) -> list[str]:
     return [
         arm.name for arm in outcome.size.arms if arm.name in compared or not outcome.size.findings
     ]
+
+
+def _pending(outcome: Outcome) -> str:
+    """Say how many pairs of a primary comparison are there; no difference is shown before all."""
+    assert outcome.study.primary is not None
+    pairs = set.intersection(*(set(outcome.seeds(name)) for name in outcome.study.primary))
+    wanted = len(outcome.size.seeds_of(outcome.size.arm(outcome.study.primary[0]).training))
+    return (
+        f"**Incomplete:** {len(pairs)} of {wanted} pairs are trained. Differences are shown when "
+        "all are."
+    )
 
 
 def _incomplete(outcome: Outcome) -> list[str]:
@@ -269,9 +288,9 @@ def _judged(outcome: Outcome, pair: tuple[str, str], figure: Figure) -> str:
     if found is None:
         return ""
     text = _interval(found, figure)
-    corrected = outcome.corrected.get((first, second, figure.key))
+    corrected = outcome.corrected(first, second, figure)
     if corrected is not None and found.seeds > 2:
-        text += f", p = {corrected:.3f}"
+        text += f", Holm's p {'< 0.001' if corrected < 0.001 else f'= {corrected:.3f}'}"
     verdict = outcome.verdict(first, second, figure) if figure.sign else ""
     return f"{text}, {verdict}" if verdict in (BETTER, WORSE) else text
 

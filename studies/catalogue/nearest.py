@@ -27,7 +27,7 @@ FINDINGS = (
 
 STUDY = Study(
     name="nearest",
-    title="EWA near the paper",
+    title="The paper's recipe in ten epochs",
     question="Does EWA gain in a tenth of the paper's epochs?",
     source="EWA (arXiv 2308.06093), table 2",
     sizes={

@@ -20,7 +20,7 @@ from studies.routed import routed_share
 from studies.runs import Place, Run
 from studies.statistics import holm, paired
 from studies.study import Arm, Finding, Training, Use, compare
-from timm_moe.analysis.intervals import BETTER, TOO_FEW, UNCLEAR, half_width
+from timm_moe.analysis.intervals import BETTER, TOO_FEW, UNCLEAR, WORSE, half_width
 
 RESULTS = ROOT / "studies" / "results"
 
@@ -270,14 +270,45 @@ def test_only_secondary_comparisons_are_corrected():
     )
     top1 = plain.study.measure.figure("")
     assert plain.verdict("other", "dense", top1) == BETTER
-    assert plain.corrected == {}
-    assert set(stated.corrected) == {("other", "dense", "top1"), ("other", "EWA", "top1")}
+    assert plain.corrected("other", "dense", top1) is None
+    assert stated.corrected("EWA", "dense", top1) is None
     p = ttest_rel(by_arm["other"], by_arm["dense"]).pvalue
-    assert stated.corrected["other", "dense", "top1"] == pytest.approx(2 * p)
     assert 0.025 < p < 0.05
-    assert stated.verdict("other", "dense", top1) == UNCLEAR
+    for pair in (("other", "dense"), ("dense", "other")):
+        assert stated.corrected(*pair, top1) == pytest.approx(2 * p)
+        assert stated.verdict(*pair, top1) == UNCLEAR
     assert stated.verdict("EWA", "dense", top1) == BETTER
-    assert ", p = " in page.detailed(stated)
+    assert stated.verdict("dense", "EWA", top1) == WORSE
+    assert ", Holm's p = " in page.detailed(stated)
+
+
+def test_a_stated_comparison_that_is_not_measured_counts_in_holms_correction():
+    arms = (Arm("dense", DENSE), Arm("EWA", EWA), Arm("other", replace(EWA, name="other")))
+    third = Arm("third", replace(EWA, name="third"))
+    by_arm = {"dense": [40.0, 41.0], "EWA": [41.0, 41.9], "other": [40.3, 41.8]}
+    results = figures(**{name: [*values, 40.5, 40.2] for name, values in by_arm.items()})
+    few, many = (
+        Outcome(small_study(*stated, primary=("EWA", "dense")), "small", results)
+        for stated in (arms, (*arms, third))
+    )
+    top1 = few.study.measure.figure("")
+    assert many.corrected("other", "dense", top1) == pytest.approx(
+        min(1.0, 2 * few.corrected("other", "dense", top1))
+    )
+
+
+def test_no_difference_is_shown_before_all_pairs_of_the_primary_comparison(tmp_path):
+    arms = (Arm("dense", DENSE), Arm("EWA", EWA))
+    study = small_study(*arms, primary=("EWA", "dense"))
+    wanted = len(study.sizes["small"].seeds)
+    values = {"dense": 40.0, "EWA": 47.25}
+    for number in (wanted - 1, wanted):
+        results = figures(**{name: [value] * number for name, value in values.items()})
+        outcome = Outcome(study, "small", results)
+        texts = (page.section(outcome), page.detailed(outcome))
+        assert all(("7.25" in text) == (number == wanted) for text in texts)
+        told = f"{number} of {wanted} pairs are trained"
+        assert all((told in text) == (number < wanted) for text in texts)
 
 
 def _without_images(stated):
