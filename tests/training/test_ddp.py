@@ -215,8 +215,14 @@ def control_worker(rank, folder):
         optimizer.zero_grad()
     for name, tensor in model.module.state_dict().items():
         assert torch.equal(tensor, before[name]) == name.endswith("router.weight"), name
+    # A router with losses is trained by them alone. Hugging Face's Trainer sets this option.
+    model = timm.create_model("vit_tiny_moe", gate_mode="one", top_k=2, **SMALL_VIT)
+    model = DistributedDataParallel(model, find_unused_parameters=True)
+    for _ in range(2):
+        (model(torch.randn(2, 3, 32, 32)).square().sum() + auxiliary_loss(model)).backward()
+    assert model.module.blocks[1].mlp.router.weight.grad.any()
     torch.distributed.destroy_process_group()
 
 
-def test_the_dense_control_of_vimoe_trains(tmp_path):
+def test_routers_that_the_gates_do_not_train_are_parallel(tmp_path):
     run_ranks(control_worker, (str(tmp_path),), 2)

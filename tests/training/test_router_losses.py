@@ -197,6 +197,38 @@ def test_compiled_task_components():
     assert_same(gradients(trained), gradients(by_hand), tolerance=1e-4)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("of_task", [False, True])
+def test_a_compiled_loss_is_compiled_once(of_task):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    images, targets = batch()
+    model = routed_model()
+    if of_task:
+        task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+        compiled = torch.compile(task, backend=count)
+        losses = lambda: compiled(images, targets)["loss"]  # noqa: E731
+    else:
+
+        @torch.compile(backend=count)
+        def losses():
+            return F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers = []
+    for _ in range(5):
+        losses().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append(len(graphs))
+    assert numbers[1] == numbers[-1]
+    assert model.blocks[1].mlp.router.totals.forwards == 5
+
+
 def test_ema_copies_the_model_in_the_middle_of_a_step():
     model = routed_model()
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)

@@ -268,10 +268,9 @@ class TopKRouter(RecordingRouter):
         """Return the factors of the chosen experts' outputs, from their gates."""
         if self.gate_mode == "one":
             one_GSK = torch.ones_like(chosen_GSK)
-            # A router that nothing trains has zero gradients, not None, as data-parallel training
-            # needs.
-            is_untrained = self.training and not self.loss_weights
-            chosen_GSK = one_GSK + 0 * chosen_GSK if is_untrained else one_GSK
+            # Data-parallel training looks for a way from the outputs to every parameter, and needs
+            # zero gradients, not None, of a router that nothing trains.
+            chosen_GSK = one_GSK + 0 * chosen_GSK if self.training else one_GSK
         elif self.gate_mode == "renorm":
             chosen_GSK = chosen_GSK / chosen_GSK.sum(2, keepdim=True).clamp(min=1e-20)
         return chosen_GSK if self.route_scale == 1 else chosen_GSK * self.route_scale

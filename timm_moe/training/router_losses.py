@@ -52,6 +52,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     return torch.zeros((), device=None if reference is None else reference.device)
 
 
+# Statistics change at each call, so compiled code that traced them would be compiled each time.
+@torch.compiler.disable
 def take_losses(layers: list[Any]) -> Tensor | None:
     """Sum the losses that wait in layers; they count as added then.
 
@@ -69,7 +71,7 @@ def take_losses(layers: list[Any]) -> Tensor | None:
         return torch.zeros((), device=taken[0][1].load_GE.device)
     # Blocks may be on several GPUs, so the sum is on the device of the last one.
     total = torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
-    if total.requires_grad and not torch.compiler.is_compiling():
+    if total.requires_grad:
         _follow(total, {layer.router.totals for layer, _ in taken})
     return total
 
