@@ -90,7 +90,8 @@ def _end_earlier(optimizer: Optimizer, updates: int) -> None:
         earlier.remove()
     elif not updates and stated_updates(optimizer):
         _logger.warning(
-            "EWA: a run begins, so the share rate does too. In a resumed run, state updates=..."
+            "EWA: a run begins, so the share rate does too. To go on with an earlier run, resume "
+            "your trainer from its checkpoint, or state start_averaging(..., updates=...)."
         )
     if not updates:
         forget_updates(optimizer)
