@@ -1,6 +1,7 @@
 """The programme for a GPU: its parts run apart from each other, and in miniature on a CPU."""
 
 import json
+import re
 import sys
 import time
 from contextlib import suppress
@@ -64,11 +65,9 @@ def test_a_part_in_miniature(part, tmp_path, monkeypatch):
     # A slow machine compiles for longer than the limit.
     assert "passed" in told or (part == "steps" and "over its limit" in told), log[-2000:]
     if part == "busy":
-        assert [
-            line.split(":")[0]
-            for line in log.splitlines()
-            if "busy 0." in line or "busy 1." in line
-        ] == [*("dense", "EWA", "top-1")]
+        # Beside other programs the share may be any number on a CPU.
+        shares = re.findall(r"^(.+?): .*busy \d+\.\d", log, re.MULTILINE)
+        assert shares == ["dense", "EWA", "top-1"]
     elif part == "steps":
         (result,) = json.loads((tmp_path / "steps.json").read_text()).values()
         assert {row["entry"] for row in result["rows"]} == {"dense", "EWA", "top-1"}
