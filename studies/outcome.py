@@ -67,12 +67,21 @@ class Outcome:
         baseline = self.size.baseline_of(arm)
         return None if baseline == arm else self.difference(arm, baseline, figure)
 
+    def primary_pairs(self) -> tuple[int, int]:
+        """Count the pairs of the primary comparison that have results, and those that were stated.
+
+        Both are zero if the study has no primary comparison.
+        """
+        if self.study.primary is None:
+            return 0, 0
+        first, second = self.study.primary
+        known = {*self.seeds(first)} & {*self.seeds(second)}
+        return len(known), len(self.size.seeds_of(self.size.arm(first).training))
+
     def is_primary_pending(self) -> bool:
         """Tell if a primary comparison was stated and some of its pairs are missing."""
-        return self.study.primary is not None and any(
-            len(self.seeds(name)) < len(self.size.seeds_of(self.size.arm(name).training))
-            for name in self.study.primary
-        )
+        known, stated = self.primary_pairs()
+        return known < stated
 
     @cached_property
     def _corrected(self) -> dict[tuple[frozenset[str], str], float]:

@@ -178,12 +178,10 @@ def _shown(outcome: Outcome) -> list[str]:
 
 def _pending(outcome: Outcome) -> str:
     """Say how many pairs of a primary comparison are there; no difference is shown before all."""
-    assert outcome.study.primary is not None
-    pairs = set.intersection(*(set(outcome.seeds(name)) for name in outcome.study.primary))
-    wanted = len(outcome.size.seeds_of(outcome.size.arm(outcome.study.primary[0]).training))
+    known, stated = outcome.primary_pairs()
     return (
-        f"**Incomplete:** {len(pairs)} of {wanted} pairs are trained. Differences are shown when "
-        "all are."
+        f"**Incomplete:** {known} of {stated} pairs are trained. Differences are shown when all "
+        "are."
     )
 
 

@@ -208,20 +208,18 @@ def test_a_compiled_loss_is_compiled_once(of_task):
 
     images, targets = batch()
     model = routed_model()
-    if of_task:
-        task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
-        compiled = torch.compile(task, backend=count)
-        losses = lambda: compiled(images, targets)["loss"]  # noqa: E731
-    else:
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
+    compiled_task = torch.compile(task, backend=count)
 
-        @torch.compile(backend=count)
-        def losses():
-            return F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)
+    @torch.compile(backend=count)
+    def compiled_function():
+        return F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     numbers = []
     for _ in range(5):
-        losses().backward()
+        loss = compiled_task(images, targets)["loss"] if of_task else compiled_function()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         numbers.append(len(graphs))

@@ -16,7 +16,7 @@ from timm.data import ImageDataset
 from ..checkpoints.source import ModelSpec
 from ..checkpoints.stated import SOURCE_PREFIXES
 from ..layers.ensemble import ensemble_log_probabilities
-from .data import Inference, load_classifiers
+from .data import Inference, load_classifiers, short_names
 from .evaluation import Figures, predictions
 
 try:
@@ -187,15 +187,16 @@ def _named(found: Sequence[tuple[tuple[str, ...], str]]) -> list[Run]:
         Path(source).absolute().parts if places.count(parts) > 1 else parts
         for parts, source in found
     ]
-    for number in range(1, max(map(len, paths), default=0) + 1):
-        names = ["/".join(parts[-number:]) for parts in paths]
-        groups = [re.sub(r"[-_./]?(seed)?[-_.]?\d+$", "", name) for name in names]
-        if len({*names}) == len(names) and all(groups):
-            break
+    names = short_names(paths, lambda name: bool(_group(name)))
     return [
-        Run(name, source, group or name)
-        for name, (_, source), group in zip(names, found, groups, strict=True)
+        Run(name, source, _group(name) or name)
+        for name, (_, source) in zip(names, found, strict=True)
     ]
+
+
+def _group(name: str) -> str:
+    """Return the name of a run without its last number."""
+    return re.sub(r"[-_./]?(seed)?[-_.]?\d+$", "", name)
 
 
 # --- their figures

@@ -6,7 +6,7 @@ images are loaded.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = [
     "image_folder",
     "image_mode",
     "load_classifiers",
+    "short_names",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -171,6 +172,22 @@ def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
 def describe_source(source: Source) -> str:
     """Name a source in messages."""
     return type(source).__name__ if isinstance(source, nn.Module) else str(source)
+
+
+def short_names(
+    paths: Sequence[tuple[str, ...]], is_name: Callable[[str], bool] = bool
+) -> list[str]:
+    """Return different names of paths: the last part of each, or more parts where these are equal.
+
+    Args:
+        paths: the parts of each path; equal paths are numbered.
+        is_name: whether a text is a name; if one is not, more parts are taken too.
+    """
+    for number in range(1, max(map(len, paths), default=0) + 1):
+        names = [str(Path(*parts[-number:])) for parts in paths]
+        if len({*names}) == len(names) and all(map(is_name, names)):
+            return names
+    return [f"{number}: {Path(*parts)}" for number, parts in enumerate(paths, 1)]
 
 
 def batches(

@@ -175,10 +175,10 @@ def train(
     """Train all runs on the same batches, one step each in turn."""
     images, labels = train_set
     generator = torch.Generator().manual_seed(seed)
-    steps = runs[0].epochs * runs[0].steps_per_epoch
+    epochs = runs[0].epochs
+    steps = epochs * runs[0].steps_per_epoch
     # A terminal gets a bar, a pipe or a log some lines.
     progress = tqdm(total=steps, unit="step", desc="training", disable=None)
-    epochs = runs[0].epochs
     epochs_of_line = max(epochs // 10, 1)
     for epoch in range(epochs):
         for run in runs:

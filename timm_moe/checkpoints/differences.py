@@ -81,19 +81,17 @@ def _of_experts(held: Weights, expected: Weights) -> Iterator[str]:
     )
     if not ours or ours == theirs:  # A dense network becomes every expert.
         return
+    blocks, others = (", ".join(_in_order(of_model)) for of_model in (ours, theirs))
     if not theirs:
-        yield f"the file has experts in {_listed(ours)}, the model none: name a model with experts"
+        yield f"the file has experts in {blocks}, the model none: name a model with experts"
     elif all(re.fullmatch(r"blocks\.\d+", block) for block in ours | theirs):
-        blocks, others = (
-            ",".join(_listed(of_model).replace("blocks.", "").split(", "))
+        numbers, others = (
+            ",".join(block.removeprefix("blocks.") for block in _in_order(of_model))
             for of_model in (ours, theirs)
         )
-        yield f"the file has experts in moe_layers={blocks}, the model in {others}"
+        yield f"the file has experts in moe_layers={numbers}, the model in {others}"
     else:  # moe_layers counts the blocks of all stages.
-        yield (
-            f"the file has experts in {_listed(ours)}, the model in {_listed(theirs)}: another "
-            "moe_layers"
-        )
+        yield f"the file has experts in {blocks}, the model in {others}: another moe_layers"
 
 
 def _block_of(name: str) -> str:
@@ -101,9 +99,9 @@ def _block_of(name: str) -> str:
     return name[: max((found.end() for found in _NUMBER.finditer(name)), default=0)]
 
 
-def _listed(blocks: Iterable[str]) -> str:
-    """List blocks in their order in the model."""
-    return ", ".join(sorted(blocks, key=lambda block: [int(n) for n in re.findall(r"\d+", block)]))
+def _in_order(blocks: Iterable[str]) -> list[str]:
+    """Sort names of blocks by their numbers."""
+    return sorted(blocks, key=lambda block: [int(number) for number in re.findall(r"\d+", block)])
 
 
 def _of_image_size(held: Weights, expected: Weights) -> Iterator[str]:
@@ -132,11 +130,11 @@ def _image_size(weights: Weights) -> int | None:
 
 def _of_classes(held: Weights, expected: Weights, classifiers: Iterable[str]) -> Iterator[str]:
     """Compare the rows of the classifiers."""
-    others = [name for name in expected if not name.startswith(tuple(classifiers))]
+    others = {name for name in expected if not name.startswith(tuple(classifiers))}
     for name in (f"{classifier}.weight" for classifier in classifiers):
         if _are_comparable(held, expected, name) and len(held[name]) != len(expected[name]):
             yield f"the file has num_classes={len(held[name])}, the model {len(expected[name])}"
-        elif name in expected and name not in held and held.keys() >= {*others}:
+        elif name in expected and name not in held and held.keys() >= others:
             yield f"the file has no classifier {name} (num_classes=0)"
 
 

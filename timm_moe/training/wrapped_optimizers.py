@@ -20,6 +20,8 @@ _SEQUENCES = {
     "slow_buffer": ("slow_buffer",),
     "lookahead_params": ("lookahead_params",),
 }
+#: All such entries, and that of MADGRAD.
+_ENTRIES = {*_SEQUENCES, "x0"}
 #: Entries of MADGRAD's states. D-Adaptation has an "x0" too.
 _OF_MADGRAD = {"x0", "s", "grad_sum_sq"}
 
@@ -137,6 +139,8 @@ def average_kept_(
         for stacked, rate in due:
             # ZeroRedundancyOptimizer has None for parameters of other processes.
             state = optimizer.state.get(stacked) or {}
+            if _ENTRIES.isdisjoint(state):
+                continue
             names = {name for key, names in _SEQUENCES.items() if key in state for name in names}
             for weights in (state.get(name) for name in names):
                 if isinstance(weights, Tensor) and weights.shape == stacked.shape:

@@ -12,7 +12,14 @@ from ...checkpoints.source import ModelSpec
 from ...export.history import find_history
 from ...files import written_whole
 from ...model_config import get_pretrained_cfg
-from ..data import Inference, Source, class_names, describe_source, load_classifiers
+from ..data import (
+    Inference,
+    Source,
+    class_names,
+    describe_source,
+    load_classifiers,
+    short_names,
+)
 from ..info import measure
 from .observe import observe
 from .page import Section, chart_library, page
@@ -70,7 +77,7 @@ def write_report(
         run_section(run_of_model(run, model), classes, getattr(model, "origin", None))
         for run, model in zip(read, models, strict=True)
     ]
-    names = _short_names([describe_source(source) for source in sources])
+    names = short_names([Path(describe_source(source)).parts for source in sources])
     architectures = [
         get_pretrained_cfg(model).get("architecture", type(model).__name__) for model in models
     ]
@@ -110,12 +117,3 @@ def _run_folder(source: Source) -> Path | None:
     if isinstance(source, nn.Module) or not Path(source).is_file():
         return None
     return Path(source).parent
-
-
-def _short_names(names: Sequence[str]) -> list[str]:
-    """Return different names: the last part of each path, or more parts where these are equal."""
-    for parts in range(1, 9):
-        short = ["/".join(Path(name).parts[-parts:]) for name in names]
-        if len(set(short)) == len(short):
-            return short
-    return [f"{number}: {name}" for number, name in enumerate(names, 1)]
