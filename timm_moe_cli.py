@@ -269,7 +269,7 @@ _COMMANDS = {
     "info": ("show the size, cost and expert layers of a model", _info),
     "evaluate": ("accuracy, calibration and diversity of a classifier or ensemble", _evaluate),
     "compare": ("is one method better than another, over runs paired by seed?", _compare),
-    "fewshot": ("how few images of new classes a model's features need (pBE)", _fewshot),
+    "fewshot": ("accuracy on new classes, learned from few images of each (pBE)", _fewshot),
     "benefits": ("the share of what experts bring that a dense student keeps (OneS)", _benefits),
     "routes": ("which classes a routed model sends to which experts", _routes),
     "report": ("a page to look at: routes, experts, training run, calibration", _report),

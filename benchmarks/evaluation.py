@@ -50,11 +50,7 @@ def contests(batch: int, setting: Setting) -> Iterator[Contest]:
         "dense": partial(timm.create_model, "vit_small_patch16_224"),
         "EWA, 4 experts, not exported": partial(timm.create_model, "vit_small_ewa_moe"),
     }
-    notes = {
-        "EWA, 4 experts, not exported": (
-            "keeps the mean of its experts, compiled it averages at each forward"
-        )
-    }
+    notes = {"EWA, 4 experts, not exported": "takes the mean of its experts at each forward"}
     yield Contest(f"ViT-S/16 in eval mode, batch {batch}", _works(models, images, setting), notes)
 
 

@@ -4,7 +4,7 @@ The router and its layer are used by every script that this one runs:
 
     python examples/own_router.py train.py --model vit_small_ewa_moe OPTIONS \
         --model-kwargs router=sparse_gate top_k=2 target=0.5
-    python examples/own_router.py "$(which timm-moe)" routes last.pth.tar --data-dir DIR
+    python examples/own_router.py "$(which timm-moe)" routes last.pth.tar --data-dir DIR routes
 """
 
 import runpy

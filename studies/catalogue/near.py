@@ -6,7 +6,8 @@ The size ``small`` has patches of 8 pixels, not 4, and runs on one core for abou
 training.
 
 The size ``paper`` has the paper's patches of 4 pixels, and is for one GPU:
-``python -m studies near --size paper --device cuda --jobs 6``. It has never run on one. What ten
+``python -m studies near --size paper --device cuda --data-dir cifar100 --jobs 6``. It has never run
+on one. What ten
 minutes of an H100 ask for, as estimated before the first run:
 
 - Six trainings are 234,000 steps of 128 images: one every 2.6 ms, or every 15 ms in each of six
