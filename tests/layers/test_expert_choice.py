@@ -102,6 +102,18 @@ class Rows(torch.nn.Module):
         return self.router(x).token_indices
 
 
+def test_a_row_whose_only_expert_gives_it_no_weight_has_finite_gates():
+    moe = layer(width=3, gate_mode="renorm").float()
+    moe.router.weight.data = torch.eye(3)  # The rows are the logits.
+    # The first expert prefers the second row, the third the third. The second takes the first row,
+    # though its gate is 0 as for all rows.
+    x = torch.tensor([[[10.0, -1000, 5], [100, -1000, 0], [0, -1000, 100]]])
+    y = moe(x)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in moe.parameters())
+
+
 def test_noise_is_of_training_alone():
     moe = layer(noise_std=1.0)
     x = torch.randn(2, 8, 5, dtype=torch.float64)

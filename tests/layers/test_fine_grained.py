@@ -163,9 +163,8 @@ def test_a_shared_expert_is_the_first_part(name):
     assert sizes == [
         m.weight.shape[::-1] for m in layer.shared.modules() if isinstance(m, nn.Linear)
     ]
-    if name != "swapped":  # "zero_out" takes the layer that is named last
-        zero = layer_of(ffn, 4, 0.25, SharedExpertMlp, top_k=4, shared_init="zero_out")
-        close(zero(x), ffn(x))
+    zero = layer_of(ffn, 4, 0.25, SharedExpertMlp, top_k=4, shared_init="zero_out")
+    close(zero(x), ffn(x))
     for made in (
         copy.deepcopy(layer),
         pickle.loads(pickle.dumps(layer)) if name != "swapped" else layer,

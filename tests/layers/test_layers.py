@@ -243,6 +243,19 @@ def test_independent_init_keeps_the_first_expert_and_the_scale():
     assert torch.corrcoef(flat).fill_diagonal_(0).abs().max() < 0.05
 
 
+def test_independent_init_keeps_the_scale_of_each_half_of_a_gated_layer():
+    """timm begins the gate's half near zero, with a bias of one."""
+    dense = GluMlp(64, 2 * 96)
+    dense.init_weights()
+    layer = EwaMlp(dense, 4, expert_init="independent")
+    for name in ("fc1.weight", "fc1.bias"):
+        for half in layer.get_parameter(name).detach().chunk(2, dim=1):
+            first, *others = half.flatten(1)
+            for other in others:
+                assert (other.mean() - first.mean()).abs() <= first.std()
+                torch.testing.assert_close(other.std(), first.std(), rtol=0.3, atol=0)
+
+
 def test_loads_its_own_state_dict_and_a_dense_one():
     layer, dense = moe(), Mlp(5, 6)
     other = moe()

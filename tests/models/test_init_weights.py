@@ -22,6 +22,8 @@ MODELS = {
     "vimoe_s14_shared": dict(patch_size=8),
     "vimoe_s14_shared, zero": dict(shared_init="zero_out"),
     "vit_tiny_moe, fine-grained": dict(num_experts=8, expert_width=0.25, shared_expert=True),
+    "vit_tiny_moe, parts left over": dict(num_experts=6, expert_width=0.25),
+    "vit_tiny_moe, one part of two": dict(num_experts=1, expert_width=0.5),
     "vit_tiny_moe, drop": dict(expert_init="drop"),
     "soft_moe_s16": dict(num_experts=3, moe_layers="every-2"),
     "vit_tiny_moe, expert choice": dict(num_experts=3, router="expert_choice"),

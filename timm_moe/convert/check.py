@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..layers import Experts
+from ..layers.probe import probe
 from ..timm_classes import timm_classes
 from .split import ResidualFfn, SplitFfn
 
@@ -109,26 +110,6 @@ def computed_by(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def row_width(network: nn.Module) -> int:
-    """Return D, the width of the rows that a network takes.
-
-    D is the input width of the linear layer that the network calls first. A network may name its
-    layers in any order, so each width is tried on the meta device.
-    """
-    widths = dict.fromkeys(
-        module.in_features for module in network.modules() if isinstance(module, nn.Linear)
-    )
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()
-    }
-    probe = copy.deepcopy(network, memo).eval()
-    for width in widths:
-        with contextlib.suppress(Exception):  # a foreign network may raise anything
-            probe(torch.empty(2, width, device="meta", dtype=next(probe.parameters()).dtype))
-            return width
-    return next(iter(widths))
-
-
 def _unfit(model: nn.Module, network: nn.Module) -> str | None:
     """Return why a network's tensors cannot be stacked, or None."""
     buffer = next(iter(network.named_buffers()), None)
@@ -152,7 +133,7 @@ def _mixing(network: nn.Module) -> str | None:
     The rows go through a copy with random weights, since weights near zero would hide that rows
     mix.
     """
-    width = row_width(network)
+    width = probe(network).width
     device = next(network.parameters()).device
     if device.type != "cuda":
         device = torch.device("cpu")
@@ -162,14 +143,14 @@ def _mixing(network: nn.Module) -> str | None:
         return torch.randn(shape, generator=generator, device="cpu").to(device)
 
     with device, _same_draws(device):
-        probe = copy.deepcopy(network).float().to_empty(device=device)
-        for weight in probe.parameters():
+        trial = copy.deepcopy(network).float().to_empty(device=device)
+        for weight in trial.parameters():
             weight.copy_(random(*weight.shape) / width**0.5)
-        experts = Experts(probe, 2, "independent")
+        experts = Experts(trial, 2, "independent")
         x = random(2, 2, width)
         for training in (False, True):
             try:
-                reason = _wrong_rows(probe.train(training), x)
+                reason = _wrong_rows(trial.train(training), x)
             except Exception as error:  # a foreign network may raise anything
                 line = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 reason = (
@@ -177,7 +158,7 @@ def _mixing(network: nn.Module) -> str | None:
                 )
             if reason:
                 return f"{reason} in training mode" if training else reason
-        return _wrong_expert(probe.eval(), experts.eval(), x)
+        return _wrong_expert(trial.eval(), experts.eval(), x)
 
 
 def _wrong_rows(network: nn.Module, x: Tensor) -> str | None:

@@ -11,9 +11,10 @@ from torch import nn
 
 from ..layers import EwaMlp, MoeMlp, SharedExpertMlp, SoftMoeMlp
 from ..layers.checks import check_integer
+from ..layers.probe import probe
 from ..schedules import check_share_rate, get_schedule
 from .blocks import ModelT, described, put, refuse_wrapped, select_blocks
-from .check import check_weights, row_width
+from .check import check_weights
 from .find import Modules, find_networks
 from .hooks import add_hooks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
@@ -146,7 +147,7 @@ def convert_to_moe(
         factory = spec.last_factory if path == last and spec.last_factory else spec.factory
         weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
         with torch.device(weight.device):
-            own_router = factory(row_width(ffn), num_experts, **router_options).to(weight.dtype)
+            own_router = factory(probe(ffn).width, num_experts, **router_options).to(weight.dtype)
         layer = spec.layer(ffn, own_router, num_experts, **layer_options)
         _set_averaging(layer, share_rate, share_schedule)
         if layer.router.needs_whole_images and not has_images_first(model, path):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from .blocks import copied, is_sharded, moe_layers, put, unwrapped, whole_experts
-from .gather import average, get_method
+from .gather import get_method
 from .hooks import remove_hooks
 
 _logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def swapped_for_dense(model: nn.Module) -> Iterator[None]:
     the same objects.
     """
     swaps = [
-        (path, layer, layer.to_ffn(average(layer.stacked_weights())))
+        (path, layer, layer.to_ffn(layer.mean_network()))
         for path, layer in moe_layers(model).items()
     ]
     for path, layer, ffn in swaps:

@@ -108,7 +108,8 @@ class ExpertChoiceRouter(Router):
         gate_N = gate_GEC.transpose(0, 1).flatten()
         if self.gate_mode == "renorm":
             total_T = gate_N.new_zeros(groups * size).index_add(0, token_N, gate_N)
-            gate_N = gate_N / total_T.index_select(0, token_N)
+            # An expert takes C rows even if the softmax of some is 0.
+            gate_N = gate_N / total_T.clamp(min=1e-20).index_select(0, token_N)
 
         # The slots of a row stand together in slot_N, from where the row begins in sorted_N.
         sorted_N, slot_N = token_N.sort(stable=True)

@@ -18,6 +18,7 @@ from .fine_grained import HiddenUnits
 from .functional import Mode, call_with, current_mode
 from .grouped import Runs, runs_of, sizes_of_runs
 from .grouped_network import grouped_form
+from .probe import probe
 
 EXPERT_INITS = ("same", "independent", "drop")
 #: Names of the classes that FSDP1 and FSDP2 give a sharded :class:`Stacked`. They hold the weights
@@ -84,10 +85,10 @@ class Experts(StackedParameters):
             hold no buffers.
         num_experts: E.
         expert_init: ``"same"`` copies the weights of ``ffn`` into every expert; ``"independent"``
-            keeps them in the first and draws the others with the same mean and standard deviation
-            (EWA, section 3.1: from scratch). ``"drop"`` copies them, and draws half of each
-            expert's hidden units again, also when a dense state dict is loaded (Drop-Upcycling,
-            arXiv 2502.19261).
+            keeps them in the first and draws the others with the same mean and standard deviation,
+            for each half of a gated layer by itself (EWA, section 3.1: from scratch). ``"drop"``
+            copies them, and draws half of each expert's hidden units again, also when a dense state
+            dict is loaded (Drop-Upcycling, arXiv 2502.19261).
         expert_dropout: rate of the dropout inside the experts; by default the rate of ``ffn``.
         expert_width: 1 / M, by which expert e is the part e % M of ``ffn`` (fine-grained experts),
             see :class:`HiddenUnits`.
@@ -177,14 +178,19 @@ class Experts(StackedParameters):
             for name, part in parts.items()
         }
         if init == "independent":
+            rows = self._hidden_width()
             for first, *others in stacked.values():
-                mean, std = first.mean(), first.std(correction=0)
                 for other in others:
-                    other.normal_().mul_(std).add_(mean)
+                    _draw_like_(other, first, rows)
         if init == "drop":
             for expert in experts:
                 self._units.redraw_({name: weight[expert] for name, weight in stacked.items()})
         return stacked
+
+    def _hidden_width(self) -> int:
+        """Return the number of hidden units of an expert; 0 if no linear layer tells it."""
+        linear = probe(self._ffn).linear
+        return linear.popitem()[1].in_features // self.parts if linear else 0
 
     def _stack(
         self, module: nn.Module, into: nn.Module, initial: Mapping[str, Tensor], path: str = ""
@@ -307,6 +313,23 @@ class Experts(StackedParameters):
             name: self._units.join(name, stacked.detach())
             for name, stacked in self.expert_weights().items()
         }
+
+    @torch.no_grad()
+    def mean_network(self) -> dict[str, Tensor]:
+        """Return the mean of the dense networks that the experts are or join to.
+
+        It is a place for new weights. If parts are left over, all experts are taken M times.
+
+        Raises:
+            ValueError: if adapters are unmerged.
+        """
+        self._require_merged(self.adapted())
+        mean = {}
+        for name, stacked in self.expert_weights().items():
+            times = self.parts if len(stacked) % self.parts else 1
+            repeated = torch.cat([stacked.detach()] * times) if times > 1 else stacked.detach()
+            mean[name] = mean_over_experts(self._units.join(name, repeated))
+        return mean
 
     def require_plain(self, consequence: str) -> None:
         """Check that the experts' weights are their parameters.
@@ -477,6 +500,18 @@ class Experts(StackedParameters):
     def extra_repr(self) -> str:
         """Return the network's class and E, which printing the module shows."""
         return f"ffn={type(self._ffn).__name__}, num_experts={self.num_experts}"
+
+
+def _draw_like_(other: Tensor, like: Tensor, rows: int) -> None:
+    """Draw weights with the mean and the standard deviation of others, in place.
+
+    Each block of ``rows`` is drawn by itself, since the halves of a gated layer may begin apart, as
+    in timm's ``GluMlp``.
+    """
+    is_of_blocks = rows and like.dim() and len(like) % rows == 0
+    blocks = len(like) // rows if is_of_blocks else 1
+    for new, old in zip(other.view(blocks, -1), like.view(blocks, -1), strict=True):
+        new.normal_().mul_(old.std(correction=0)).add_(old.mean())
 
 
 def mean_over_experts(stacked: Tensor) -> Tensor:

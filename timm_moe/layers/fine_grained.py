@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .checks import check_number
 from .functional import with_tensors
+from .probe import probe
 
 #: Share of an expert's hidden units that Drop-Upcycling draws again: r of arXiv 2502.19261.
 DROPPED = 0.5
@@ -62,21 +63,18 @@ class HiddenUnits:
             self.size //= self.parts
 
     def _find(self, ffn: nn.Module) -> None:
-        """Find the layer out of the hidden units: with it the parts add up to the network."""
-        linear = {
-            path: module for path, module in ffn.named_modules() if isinstance(module, nn.Linear)
-        }
-        for last in reversed(linear):  # Usually it is the last layer.
-            self.size = linear[last].in_features
+        """Find the hidden units, which go into the layer that is called last."""
+        width, linear = probe(ffn)
+        if len(linear) > 1:
+            last, out = linear.popitem()
+            self.size = out.in_features
             self._outer_bias = f"{last}.bias"
-            into = {path: layer for path, layer in linear.items() if path != last}
-            self._places = {}
-            for path, layer in into.items():
-                blocks = layer.out_features // self.size
+            for path, into in linear.items():
+                blocks = into.out_features // self.size
                 self._places[f"{path}.weight"] = (0, blocks)
                 self._places[f"{path}.bias"] = (0, blocks)
             self._places[f"{last}.weight"] = (1, 1)
-            if into and self._add_up(ffn, next(iter(into.values())).in_features):
+            if self._add_up(ffn, width):
                 return
         raise ValueError(
             "expert_width below 1 and expert_init='drop' need a network of linear layers with only "

@@ -16,6 +16,7 @@ from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
 from .functional import Mode, current_mode, kept_whole
 from .living import living, register
+from .probe import probe
 from .recording_router import in_backward
 from .router import Router
 from .routers import RandomPartition
@@ -296,8 +297,9 @@ class SharedExpertMlp(MoeMlp):
         ffn: the dense network to replace.
         args: as :class:`MoeMlp`.
         shared_init: weights of the shared expert, here and when a dense checkpoint is loaded.
-            ``"pretrained"`` is a copy of the dense network. ``"zero_out"`` is the same with a last
-            linear layer of zeros, so that the shared expert adds nothing at first.
+            ``"pretrained"`` is a copy of the dense network. ``"zero_out"`` is the same with zeros
+            in the linear layer that is called last, so that the shared expert adds nothing at
+            first.
         kwargs: as :class:`MoeMlp`.
 
     Raises:
@@ -319,11 +321,7 @@ class SharedExpertMlp(MoeMlp):
         """Make the first weights of the shared expert from a dense network's by ``shared_init``."""
         first = {name: self._units.cut(name, weight)[0].clone() for name, weight in dense.items()}
         if self.shared_init == "zero_out":
-            *_, last = (
-                path
-                for path, module in self.shared.named_modules()
-                if isinstance(module, nn.Linear)
-            )
+            last, _ = probe(self._ffn).linear.popitem()
             for name, weight in first.items():
                 if name.startswith(f"{last}."):
                     weight.zero_()
