@@ -64,10 +64,10 @@ PAIRS = {
 }
 
 
-def settings(model, opt, layer_decay):
+def settings(model, opt, layer_decay, **options):
     """Weight decay and scale of the learning rate of each parameter by name."""
     optimizer = timm.optim.create_optimizer_v2(
-        model, opt, lr=0.1, weight_decay=0.05, layer_decay=layer_decay
+        model, opt, lr=0.1, weight_decay=0.05, layer_decay=layer_decay, **options
     )
     of = {
         id(p): (g["weight_decay"], g.get("lr_scale", 1.0))
@@ -92,6 +92,17 @@ def test_groups_are_those_of_the_dense_model(pair, opt, layer_decay):
         assert found[name] == expected[f"{block}.mlp.fc1.{kind}"], name
 
 
+@pytest.mark.parametrize("layer_decay", [None, 0.75])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_biases_decay_where_the_dense_models_do(pair, layer_decay):
+    experts, dense = PAIRS[pair]()
+    found, expected = (
+        settings(model, "adamw", layer_decay, filter_bias_and_bn=False)
+        for model in (experts, dense)
+    )
+    assert {name: found[name] for name in expected} == expected
+
+
 def test_the_models_own_method_stands_again():
     model = convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
     own = model.no_weight_decay()
@@ -114,6 +125,16 @@ def test_a_compiled_model_and_parameters_without_a_model():
 
 
 # --- Muon
+
+
+def test_groups_of_a_function_decide_what_muon_trains(caplog):
+    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
+    with caplog.at_level(logging.INFO):
+        timm.optim.create_optimizer_v2(
+            model, "muon", lr=0.1, param_group_fn=lambda m: [{"params": list(m.parameters())}]
+        )
+    assert "Muon trains the experts unless param_group_fn" in caplog.text
+    assert "leaves the experts" not in caplog.text
 
 
 @pytest.mark.parametrize("opt", ["muon", "nmuon", "adamuon", "lookahead_muon"])

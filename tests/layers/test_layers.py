@@ -340,7 +340,7 @@ def test_a_router_on_meta_that_cannot_be_drawn_is_refused_or_nan():
 
 
 def test_another_number_of_experts_is_named():
-    with pytest.raises(ValueError, match=r"8 experts in fc1\.weight, .*4"):
+    with pytest.raises(RuntimeError, match=r"8 experts in fc1\.weight, .*4"):
         moe(num_experts=4).load_state_dict(moe(num_experts=8).state_dict())
 
 
@@ -370,6 +370,11 @@ def _mean_weight(layer):
     from timm_moe.convert.gather import average
 
     return average(layer.stacked_weights())["fc1.weight"]
+
+
+def test_torchscript_is_refused_with_the_way_out():
+    with pytest.raises(RuntimeError, match=r"TorchScript .*--torchcompile.*to_dense"):
+        torch.jit.script(moe())
 
 
 def test_traces_for_torchscript():

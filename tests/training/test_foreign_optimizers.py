@@ -74,7 +74,7 @@ def test_what_needs_no_averaging_is_not_refused(ewa_vit):
 
 @pytest.fixture
 def few_forwards(monkeypatch):
-    """Let a layer complain after three forwards, not 256."""
+    """Let a layer complain after three forwards."""
     monkeypatch.setattr("timm_moe.layers.moe_mlp.MOST_FORWARDS", 3)
 
 

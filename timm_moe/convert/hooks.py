@@ -68,13 +68,14 @@ def check_loaded_layers(
     expert's. They have no routers, so the model's routers stay as they are.
 
     Raises:
-        ValueError: if the checkpoint has experts in some layers only.
+        RuntimeError: as torch's ``load_state_dict``, if the checkpoint has experts in some layers
+            only.
     """
     experts = {prefix + name: stacked.ndim for name, stacked in expert_parameters(model).items()}
     loaded_experts = {name: state_dict[name] for name in experts if name in state_dict}
     dense = [name for name, loaded in loaded_experts.items() if loaded.ndim < experts[name]]
     if 0 < len(dense) < len(loaded_experts):
-        raise ValueError(
+        raise RuntimeError(
             f"The checkpoint has experts, but none in {dense[0]}, where the model has some: use "
             "its moe_layers."
         )

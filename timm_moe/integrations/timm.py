@@ -81,17 +81,21 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
         # Muon would orthogonalise the biases of all experts as one matrix, and so their weights
         # where these are small.
         call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
+        advice = "Muon leaves the experts to its fallback, since their matrices are stacked."
+        if call.arguments.get("param_group_fn"):  # Then timm ignores the list.
+            advice = "Muon trains the experts unless param_group_fn gives them use_fallback=True."
         if is_primary():
-            _logger.info(
-                "Muon leaves the experts to its fallback, since their matrices are stacked."
-            )
+            _logger.info(advice)
     biases = expert_biases(model)
     if not biases:
         return create_optimizer_v2(*call.args, **call.kwargs)
     own = getattr(model, "no_weight_decay", set)
+    decays_biases = not call.arguments.get("filter_bias_and_bn", True)
     attributes = vars(model)
     before = attributes.get("no_weight_decay")
-    attributes["no_weight_decay"] = lambda: {*own(), *biases}
+    attributes["no_weight_decay"] = lambda: (
+        {*own()}.difference(biases) if decays_biases else {*own(), *biases}
+    )
     try:
         return create_optimizer_v2(*call.args, **call.kwargs)
     finally:

@@ -39,7 +39,7 @@ class StackedParameters(nn.Module):
                 and loaded.ndim == parameter.ndim
                 and len(loaded) != len(parameter)
             ):
-                raise ValueError(
+                raise RuntimeError(  # as torch's load_state_dict
                     f"The checkpoint has {len(loaded)} experts in {prefix}{name}, the model has "
                     f"{len(parameter)}: create the model with num_experts={len(loaded)}."
                 )
@@ -496,6 +496,17 @@ class Experts(StackedParameters):
             if structure is not None:
                 structure.train(mode)
         return super().train(mode)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script, which calls this.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "Experts have no TorchScript form: compile the model (--torchcompile), or script the "
+            "dense model of timm_moe.to_dense."
+        )
 
     def extra_repr(self) -> str:
         """Return the network's class and E, which printing the module shows."""

@@ -75,6 +75,23 @@ class MoeMixin:
         with swapped_for_dense(self):
             super().init_weights(*args, **kwargs)  # type: ignore[misc]
 
+    def load_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Load a file of another library, such as Google's ``.npz``, as the stock class does.
+
+        It writes into the parameters, so it gets those of a dense model. The experts then become
+        copies or parts of these, as from any dense checkpoint.
+
+        Raises:
+            NotImplementedError: if the stock class reads no such files.
+        """
+        load = getattr(super(), "load_pretrained", None)
+        if load is None:
+            raise NotImplementedError(f"{self.stock_class.__name__} loads no NumPy checkpoint.")
+        with swapped_for_dense(self):
+            load(*args, **kwargs)
+            weights = self.state_dict()
+        self.load_state_dict(weights)
+
     def forward_intermediates(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return features as the stock class does."""
         # features_only=True calls this method directly, so the model's forward hook does not run.

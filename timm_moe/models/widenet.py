@@ -59,6 +59,17 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
         if getattr(self, "zero_class_token", False):
             nn.init.zeros_(self.cls_token)  # type: ignore[arg-type]
 
+    def load_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse, since each block of such a file has networks of its own, and the last would win.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"A {type(self).__name__} shares its networks among the blocks, so it cannot load a "
+            "NumPy checkpoint of a ViT, whose blocks have networks of their own."
+        )
+
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return timm's groups, with the shared parts in the group of the last block.
 
@@ -96,7 +107,7 @@ def _repeat(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args
     """Give each shared tensor all of its names again; a load-state-dict pre-hook."""
     for name, first in _first_names(module).items():
         if prefix + name in state_dict:
-            raise ValueError(
+            raise RuntimeError(  # as torch's load_state_dict
                 f"The checkpoint has weights of its own in {prefix}{name}, which this model shares "
                 f"with {first}."
             )
