@@ -38,7 +38,7 @@ def to_dense(
             most 1.
     """
     model = unwrapped(model)
-    require_weights(model, or_none=True)
+    require_weights(model, allow_meta=True)
     layers = moe_layers(model)
     for layer in layers.values():
         whole_experts(layer)  # raises
@@ -80,7 +80,7 @@ def to_dense_(
     return model
 
 
-def require_weights(model: nn.Module, or_none: bool = False) -> None:
+def require_weights(model: nn.Module, allow_meta: bool = False) -> None:
     """Refuse a model with weights that are not here.
 
     Weights may be spread over processes (FSDP2), which would wait for each other, or have no
@@ -88,7 +88,7 @@ def require_weights(model: nn.Module, or_none: bool = False) -> None:
 
     Args:
         model: the model.
-        or_none: allow a model that is on the meta device as a whole.
+        allow_meta: allow a model that is on the meta device as a whole.
 
     Raises:
         ValueError: if weights are spread or missing; the message names the remedy.
@@ -103,7 +103,7 @@ def require_weights(model: nn.Module, or_none: bool = False) -> None:
         )
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if missing and (is_offloaded or not or_none or len(missing) < len(list(model.parameters()))):
+    if missing and (is_offloaded or not allow_meta or len(missing) < len(list(model.parameters()))):
         raise ValueError(
             f"{missing[0]} has no values here, since it is offloaded or was not loaded: load the "
             "whole model, or bring offloaded weights back by "

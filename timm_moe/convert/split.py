@@ -97,8 +97,8 @@ class AddResidual(nn.Module):
 class ResidualFfn(SplitFfn):
     """A network whose last part also adds the residual, which the block passes to it.
 
-    Models in earlier versions of transformers are built so. The addition is not part of the
-    network. If the last part then normalises the sum, as in BERT, the block cannot be converted.
+    YOLOS and VideoMAE of transformers are built so. The addition is not part of the network. If the
+    last part then normalises the sum, as in BERT, the block cannot be converted.
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -199,7 +199,7 @@ def described(
 
     The experts become one network by ``method``; with None they stay experts.
 
-    The layout is to be the only one to hold the model, so that it is freed once it is written.
+    The caller keeps no other reference to the model, so that it is freed once it is written.
     """
     if getattr(model, "peft_config", None):
         raise ValueError(

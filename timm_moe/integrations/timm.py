@@ -166,7 +166,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
         earlier.remove()
         if earlier.started:
             forget_updates(optimizer)
-    # seek(0) says that a run begins here, which a count in the optimizer's state may correct.
+    # The run begins at update 0, unless the optimizer's state holds a count.
     _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch).seek(0)
 
 

@@ -60,6 +60,6 @@ class CosineRouter(TopKRouter):
         )
         scale = self.log_scale.to(dtype).clamp(max=math.log(MOST_SCALE)).exp()
         direction_EP = nn.functional.normalize(self.weight.to(dtype), dim=1) * scale
-        # The E products of a row are divided by its norm, since that is less than its P entries.
+        # To divide a row's E logits by its norm is cheaper than to divide its P entries.
         norm_GBN1 = torch.linalg.vector_norm(x_GBNP, dim=-1, keepdim=True).clamp(min=1e-12)
         return nn.functional.linear(x_GBNP, direction_EP) / norm_GBN1

@@ -196,8 +196,8 @@ def expert_capacity(
     Raises:
         ValueError: if the capacity would be below 1. A trace cannot refuse a batch, so it takes 1.
     """
-    # The fraction is of whole numbers. torch.compile may make a symbol of a float, and no size can
-    # follow from that. It traces the function itself and would warn of its cache.
+    # Sizes must follow from integers, since torch.compile may make a symbol of a float. It warns of
+    # cached functions, so it gets the plain one.
     fraction = _fraction.__wrapped__ if torch.compiler.is_compiling() else _fraction
     numerator, denominator = fraction(capacity_factor)
     capacity = ROUNDINGS[rounding](choices * numerator, denominator * num_experts)
@@ -469,8 +469,8 @@ def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
     # The derivative sums the slots of each row.
     if slots is not None and _sums_in_one_pass(x_TD, routing):
         starts_T = torch.arange(0, slots.numel(), slots.shape[1])
-        return _to_experts(x_TD, routing.token_indices, slots.flatten(), starts_T, None)
-    return _to_experts(x_TD, *_way(routing), None)
+        return _to_experts(x_TD, routing.token_indices, slots.flatten(), starts_T)
+    return _to_experts(x_TD, *_way(routing))
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
@@ -545,7 +545,6 @@ class _ToExperts(torch.autograd.Function):
         token_N: Tensor,
         slot_M: Tensor | None,
         starts_T: Tensor | None,
-        is_dropped_M1: Tensor | None,
     ) -> Tensor:
         return x_TD.index_select(0, token_N)
 
@@ -557,12 +556,12 @@ class _ToExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        token_N, slot_M, starts_T, _ = ctx.saved_tensors
+        token_N, slot_M, starts_T = ctx.saved_tensors
         # The experts' outputs for dropped choices get no gradient, so their slots need no mask.
         grad = _to_rows(grad_ND, token_N, slot_M, starts_T, None)
         if grad.shape[0] != ctx.rows:
             grad = grad.unflatten(0, (-1, ctx.rows)).sum(0)
-        return grad, None, None, None, None
+        return grad, None, None, None
 
 
 class _ToRows(torch.autograd.Function):

@@ -28,7 +28,7 @@ class Mode(Enum):
 
     @property
     def is_plain(self) -> bool:
-        """Whether programs without this package's operators read the result."""
+        """Whether the graph runs where this package's operators are unknown."""
         return self in (Mode.TRACED, Mode.ONNX)
 
 

@@ -2,8 +2,9 @@
 
 Optimizer hooks get an optimizer but no model. To find the expert layers that it trains, the package
 keeps weak references to all of them. So a step is refused while router losses wait, also in a plain
-loop that told nobody of its model. Averagings are kept since optimizers that work by one another
-share one. Optimizers of timm's schedulers are kept since timm's ``update_summary`` names none.
+loop that told nobody of its model. An averaging is looked up by an optimizer's parameter groups,
+which Lookahead shares with its inner optimizer. Optimizers of timm's schedulers are kept since
+timm's ``update_summary`` names none.
 """
 
 import weakref

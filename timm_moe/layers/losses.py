@@ -4,12 +4,9 @@ Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token. 
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from .functional import caller
 
 
 def importance_loss(gate_GSE: Tensor) -> Tensor:
@@ -86,27 +83,10 @@ def _entropy(gate: Tensor) -> Tensor:
     return -(gate * gate.clamp(min=1e-20).log()).sum(-1)
 
 
-class _SquaredVariation(torch.autograd.Function):
+def _squared_variation(x_GE: Tensor) -> Tensor:
     """Squared coefficient of variation, (G,), of numbers (G, E) over the experts.
 
     As in the reference, the variance is the population's.
     """
-
-    @staticmethod
-    def forward(x_GE: Tensor) -> Tensor:
-        variance_G, mean_G = torch.var_mean(x_GE, 1, correction=0)
-        return variance_G / mean_G.square()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad_G: Tensor) -> Tensor:
-        (x_GE,) = ctx.saved_tensors
-        variance_G1, mean_G1 = torch.var_mean(x_GE, 1, correction=0, keepdim=True)
-        factor_G1 = grad_G.unsqueeze(1) * (2 / x_GE.shape[1]) / mean_G1.square()
-        return factor_G1 * (x_GE - (mean_G1 + variance_G1 / mean_G1))
-
-
-_squared_variation = caller(_SquaredVariation)
+    variance_G, mean_G = torch.var_mean(x_GE, 1, correction=0)
+    return variance_G / mean_G.square()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..layers import BalancingBias, MoeMlp
 from ..layers.living import living
 from .optimizers import is_distributed, is_first_time, is_skipped, trained_layers
-from .router_losses import routed
+from .router_losses import with_losses
 
 _logger = logging.getLogger(__name__)
 
@@ -30,10 +30,12 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     It comes after the step, which may run the forwards itself (Lightning, LBFGS).
     """
-    layers = [layer for layer in routed(living(MoeMlp)) if layer.router.balancing_bias is not None]
+    layers = [
+        layer for layer in with_losses(living(MoeMlp)) if layer.router.balancing_bias is not None
+    ]
     layers = [
         layer
-        for layer in routed(trained_layers(optimizer, layers))
+        for layer in with_losses(trained_layers(optimizer, layers))
         if layer.router.balancing_bias.load is not None
     ]
     # Without a choice there is nothing to do. So it is in an optimizer that works by another one,

@@ -19,7 +19,7 @@ from .optimizers import (
     parameter_ids,
     require_parameters,
 )
-from .router_losses import add_losses, current_summaries, routed, routed_layers
+from .router_losses import add_losses, current_summaries, layers_with_losses, with_losses
 from .wrapped_optimizers import with_hooks
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def start_averaging(
             parameters, and as :class:`ExpertWeightAveraging`.
     """
     layers = list(moe_layers(model).values())
-    for layer in routed(layers):  # An earlier run may have ended amid a forward.
+    for layer in with_losses(layers):  # An earlier run may have ended amid a forward.
         layer.router.forget()
         layer.router.totals.is_complete = True
     if not layers:
@@ -120,7 +120,7 @@ def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Ten
         The sum; the loss itself in eval mode, without routers, or where
         :func:`timm_moe.auxiliary_loss` was added already.
     """
-    return add_losses(routed_layers(model), loss, scale)
+    return add_losses(layers_with_losses(model), loss, scale)
 
 
 def expert_statistics(

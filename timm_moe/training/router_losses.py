@@ -21,12 +21,12 @@ from .optimizers import is_first_time, is_primary, trained_layers
 _logger = logging.getLogger(__name__)
 
 
-def routed_layers(model: nn.Module) -> list[Any]:
+def layers_with_losses(model: nn.Module) -> list[Any]:
     """Return the expert layers of a model, which may be wrapped, whose routers have losses."""
-    return routed(find(MoeMlp, unwrapped(model)))
+    return with_losses(find(MoeMlp, unwrapped(model)))
 
 
-def routed(layers: Iterable[MoeMlp]) -> list[Any]:
+def with_losses(layers: Iterable[MoeMlp]) -> list[Any]:
     """Select the layers whose routers have losses."""
     return [layer for layer in layers if isinstance(layer.router, RecordingRouter)]
 
@@ -45,7 +45,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         A scalar with a gradient; zero if no loss waits, as with ``aux_loss_weight=0``, in eval
         mode, and within ``torch.no_grad()``.
     """
-    loss = take_losses(routed_layers(model))
+    loss = take_losses(layers_with_losses(model))
     if loss is not None:
         return loss
     reference = next(model.parameters(), None)
@@ -104,7 +104,7 @@ def gathering(task: nn.Module) -> Iterator[list[Any]]:
     Yields:
         The task's layers with losses, for :func:`take_losses` after the block.
     """
-    layers = routed_layers(task)
+    layers = layers_with_losses(task)
     for layer in layers:
         layer.router.begin_task()
     try:
@@ -129,9 +129,9 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
     Raises:
         RuntimeError: if losses of routers that it trains wait.
     """
-    for layer in routed(others):
+    for layer in with_losses(others):
         layer.router.end_other_step()
-    routers = [layer.router for layer in routed(trained)]
+    routers = [layer.router for layer in with_losses(trained)]
     forgotten = [router for router in routers if router.has_pending_losses()]
     lost = sum(router.totals.lost for router in routers)
     is_untrained = any(router.totals.untrained for router in routers)
@@ -238,7 +238,7 @@ def log_epoch(optimizer: Optimizer) -> None:
 
     This is called at the end of an epoch.
     """
-    for layer in routed(trained_layers(optimizer, living(MoeMlp))):
+    for layer in with_losses(trained_layers(optimizer, living(MoeMlp))):
         totals = layer.router.totals
         if totals.forwards and not totals.is_complete:
             _warn_of_not_finite(layer)

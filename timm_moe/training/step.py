@@ -23,7 +23,7 @@ from ..layers.living import living
 from .averaging import ExpertWeightAveraging
 from .balancing import after_step
 from .optimizers import is_first_time, layers_of_trained_experts, parameter_ids, trained_layers
-from .router_losses import end_forwards, routed
+from .router_losses import end_forwards, with_losses
 
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     _warn_without_averaging(optimizer, averaging, layers)
 
     end_forwards(optimizer, trained, others)
-    has_biases = any(layer.router.balancing_bias is not None for layer in routed(trained))
+    has_biases = any(layer.router.balancing_bias is not None for layer in with_losses(trained))
     if has_biases and is_first_time(optimizer, "balancing"):
         optimizer.register_step_post_hook(after_step)
 
