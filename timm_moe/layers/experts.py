@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from .checks import check_choice
 from .expert_dispatcher import Dispatcher
 from .fine_grained import HiddenUnits
-from .functional import Mode, call_with, current_mode
+from .functional import Mode, call_with, current_mode, is_intercepted
 from .grouped import Runs, runs_of, sizes_of_runs
 from .grouped_network import grouped_form
-from .probe import probe
+from .probe import probe, without_values
 
 EXPERT_INITS = ("same", "independent", "drop")
 #: Names of the classes that FSDP1 and FSDP2 give a sharded :class:`Stacked`. They hold the weights
@@ -126,10 +126,7 @@ class Experts(StackedParameters):
             raise ValueError(f"A {type(ffn).__name__} with buffers cannot be stacked into experts.")
         # _ffn is the dense network without weights. It is not a submodule, so that its parameters
         # are not listed. _grouped is the form of it that runs once over the rows of all experts.
-        memo: dict[int, object] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in ffn.parameters()
-        }
-        object.__setattr__(self, "_ffn", copy.deepcopy(ffn, memo))
+        object.__setattr__(self, "_ffn", without_values(ffn))
         object.__setattr__(self, "_grouped", grouped_form(self._ffn))
         self._units = HiddenUnits(self._ffn, expert_width, is_needed=expert_init == "drop")
         self.parts = self._units.parts
@@ -544,10 +541,4 @@ def dropouts(ffn: nn.Module) -> Iterator[tuple[str, nn.Dropout]]:
 
 def _only_holds(module: nn.Module) -> bool:
     """Tell if a module does nothing but hold weights, so that it need not be called for them."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return type(module) is Stacked and not any(hooks) and "forward" not in vars(module)
+    return type(module) is Stacked and not is_intercepted(module)

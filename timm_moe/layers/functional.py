@@ -32,6 +32,17 @@ class Mode(Enum):
         return self in (Mode.TRACED, Mode.ONNX)
 
 
+def is_intercepted(module: nn.Module) -> bool:
+    """Tell if hooks, or a forward that was replaced, act in calls of a module."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks) or "forward" in vars(module)
+
+
 def current_mode() -> Mode:
     """Tell in which mode the present call runs."""
     is_exporting, is_compiling = _is_exporting(), torch.compiler.is_compiling()

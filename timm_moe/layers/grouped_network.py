@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .functional import is_intercepted
 from .grouped import Runs, batched_linear, grouped_linear, spread_over_rows
 
 #: Libraries whose networks only call their linear layers and norms. A class of the user's may read
@@ -115,13 +116,7 @@ def _replace(module: nn.Module) -> nn.Module:
     Raises:
         KeyError: if there is no such form.
     """
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    if any(hooks) or "forward" in vars(module):
+    if is_intercepted(module):
         raise KeyError(module)
     if not module._parameters and not module._modules:
         return module

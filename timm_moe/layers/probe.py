@@ -21,15 +21,20 @@ class Probe(NamedTuple):
     linear: dict[str, nn.Linear]
 
 
+def without_values(network: nn.Module) -> nn.Module:
+    """Copy a network, with its parameters on the meta device."""
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()
+    }
+    return copy.deepcopy(network, memo)
+
+
 def probe(network: nn.Module) -> Probe:
     """Run a copy of a network on rows of each width that one of its linear layers takes.
 
     A network may declare its layers in any order.
     """
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in network.parameters()
-    }
-    network = copy.deepcopy(network, memo).eval()
+    network = without_values(network).eval()
     declared = {
         name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)
     }
