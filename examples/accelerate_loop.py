@@ -58,12 +58,15 @@ def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
     # Before load_state, which restores its count.
     averaging = start_averaging(model, optimizer, total_updates)
     set_seed(1, device_specific=True)  # each process draws its own partitions
-    saved = sorted(
-        Path("run").glob("epoch_*"), key=lambda folder: int(folder.name.removeprefix("epoch_"))
-    )
-    if saved:
-        accelerator.load_state(str(saved[-1]))
-    for epoch in range(len(saved), epochs):
+    # Accelerate writes random states last, so a folder with them is whole.
+    saved = [
+        int(file.parent.name.removeprefix("epoch_"))
+        for file in Path("run").glob("epoch_*/random_states_0.pkl")
+    ]
+    done = max(saved, default=0)
+    if done:
+        accelerator.load_state(f"run/epoch_{done}")
+    for epoch in range(done, epochs):
         model.train()
         loader.set_epoch(epoch)
         for images, labels in loader:

@@ -32,7 +32,7 @@ LANGUAGES = ("python", "bash", "", "markdown")
 TELL = r"""
 set -eu
 PATH=none  # no command is found
-PWD=.
+PWD=. TIMM_SCRIPTS=.
 tell() { printf '%s\0' "$@" >&3; printf '\n' >&3; }
 command_not_found_handle() { tell "$@"; }
 .ci/run() { tell .ci/run; }

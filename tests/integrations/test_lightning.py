@@ -32,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_moe import ExpertWeightAveraging, auxiliary_loss, export_dense, moe_layers
+from timm_moe.callbacks import start_averaging
 from timm_moe.integrations.lightning import RANDOM_STATES, ExpertCallback
 from timm_moe.layers import EwaMlp
 
@@ -447,6 +448,37 @@ def test_a_run_of_unknown_length_is_told(options, callbacks, message):
     with pytest.raises(ValueError, match=message):
         fit.fit(module, loader())
     assert "training_step" not in vars(module)
+
+
+def test_without_averaging_nobody_needs_the_length_of_a_run():
+    module = Classifier(*ROUTED)
+    trainer(GradientAccumulationScheduler({1: 2})).fit(module, loader())
+    assert all(layer.router.totals.forwards for layer in moe_layers(module).values())
+
+
+class OfABatch(Classifier):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
+def test_a_compiled_module_keeps_the_arguments_of_its_step():
+    module = torch.compile(OfABatch(*EWA), backend="eager")
+    trainer(max_epochs=1).fit(module, loader())
+
+
+def test_a_step_that_fabric_skips_is_not_averaged(monkeypatch):
+    module = Classifier(*EWA)
+    raw = module.configure_optimizers()
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(module.model, raw)
+    averaging = start_averaging(model, optimizer, total_updates=4)
+    images, labels = next(iter(loader()))
+    for _ in range(2):
+        fabric.backward(nn.functional.cross_entropy(model(images), labels))
+        optimizer.step()
+        monkeypatch.setattr(fabric.strategy, "optimizer_step", lambda *_, **__: None)
+    assert averaging.updates == 1
+    assert ExpertWeightAveraging.of(raw) is averaging
 
 
 class Averaged(Classifier):

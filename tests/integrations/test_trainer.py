@@ -159,6 +159,16 @@ def test_statistics_reach_every_log(tmp_path):
     assert "router/vit.layers.1.mlp/dropped" in run.state.log_history[0]
 
 
+def test_two_callbacks_are_as_one(tmp_path):
+    recorder = Recorder()
+    model = native("ViT", share_rate=0.5, share_schedule="constant")
+    run = trainer(model, tmp_path, [recorder, ExpertCallback(), ExpertCallback()])
+    run.train()
+    rates = [logs["ewa/share_rate"] for logs in recorder.logs if "loss" in logs]
+    assert rates == [0.5, 0.5]
+    assert timm_moe.ExpertWeightAveraging.of(run.optimizer) is None
+
+
 def summed_loss(outputs, labels, num_items_in_batch):
     return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
 
@@ -332,11 +342,11 @@ def test_a_folder_with_other_expert_layers_is_refused(kind, tmp_path):
     """Its files have the names of an earlier version of transformers, for ViT."""
     native(kind, router="top_k", moe_layers="1").save_pretrained(tmp_path / "fewer")
     more = native(kind, router="top_k", moe_layers="0,1")
-    with pytest.raises(ValueError, match=r"none in .*layers?\.0\.mlp.*moe_layers"):
+    with pytest.raises(RuntimeError, match=r"none in .*layers?\.0\.mlp.*moe_layers"):
         load_experts(more, tmp_path / "fewer")
     run = trainer(native(kind, router="top_k", moe_layers="1"), tmp_path / "run", max_steps=2)
     run.train()
-    with pytest.raises(ValueError, match=r"none in .*layers?\.0\.mlp.*moe_layers"):
+    with pytest.raises(RuntimeError, match=r"none in .*layers?\.0\.mlp.*moe_layers"):
         trainer(more, tmp_path / "run", max_steps=4).train(resume_from_checkpoint=True)
 
 

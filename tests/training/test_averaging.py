@@ -346,6 +346,23 @@ def test_the_schedule_goes_on_when_groups_change(ewa_vit, change):
     assert ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "linear", total_updates=10).updates == 4
 
 
+def test_a_state_without_a_count_is_told_of_once(ewa_vit, caplog):
+    """It was saved before the averaging began, as for the folds of a cross-validation."""
+    optimizer = torch.optim.AdamW(ewa_vit.parameters(), lr=1e-3)
+    state = copy.deepcopy(optimizer.state_dict())
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=4)
+    for step in range(2):
+        train_step(ewa_vit, optimizer, step)
+    optimizer.load_state_dict(state)
+    train_step(ewa_vit, optimizer, 2)
+    assert averaging.updates == 3
+    optimizer.load_state_dict(state)
+    averaging.go_to(0)
+    train_step(ewa_vit, optimizer, 0)
+    assert averaging.updates == 1
+    assert caplog.text.count("no count of updates") == 1
+
+
 @pytest.mark.parametrize("loaded_first", [False, True])
 def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
     """It is also one in which the first group alone counts, as earlier versions wrote.

@@ -254,6 +254,61 @@ def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
     assert "requires_grad_(False)" in told[0]
 
 
+def test_features_of_a_model_in_training_mode_keep_graphs_and_say_so(monkeypatch):
+    monkeypatch.setattr("timm_moe.layers.recording_router.MANY_WAITING", 3)
+    images, _ = batch()
+    model = routed_model()
+    model.forward_features(images)
+    model.forward_features(images)
+    with pytest.warns(UserWarning, match=r"3 calls of a router .*memory.*no_grad"):
+        model.forward_features(images)
+
+
+def test_a_forward_in_another_optimizers_step_is_not_lost(caplog):
+    """A critic whose generator is trained through it, or a head that was trained first."""
+    images, targets = batch()
+    critic, generator = routed_model(), nn.Linear(32, 32)
+    of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+    of_generator = torch.optim.SGD(generator.parameters(), lr=0.1)
+    for _ in range(2):
+        critic(generator(images)).mean().backward()
+        of_generator.step()
+        of_critic.zero_grad()
+        loss = F.cross_entropy(critic(generator(images).detach()), targets)
+        (loss + timm_moe.auxiliary_loss(critic)).backward()
+        of_critic.step()
+    assert caplog.text == ""
+    critic(images)  # Still nobody may forget them before the critic's own step.
+    of_generator.step()
+    with pytest.raises(RuntimeError, match="were not added"):
+        of_critic.step()
+
+
+def test_a_run_forgets_what_an_earlier_one_lost(caplog):
+    images, targets = batch()
+    model = routed_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(images)
+    model(images)
+    timm_moe.callbacks.start_averaging(model, optimizer, total_updates=1)
+    loss = F.cross_entropy(model(images), targets)
+    timm_moe.callbacks.add_router_losses(model, loss).backward()
+    optimizer.step()
+    assert "were not added" not in caplog.text
+
+
+def test_a_frozen_router_trains_no_layer_before_it():
+    images, targets = batch()
+    model = routed_model()
+    for layer in timm_moe.moe_layers(model).values():
+        layer.router.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    F.cross_entropy(model(images), targets).backward()
+    optimizer.step()
+    model(images)
+    assert not timm_moe.auxiliary_loss(model).requires_grad
+
+
 @pytest.mark.filterwarnings("error")
 def test_losses_that_are_added_in_time_are_kept_over_another_optimizers_steps():
     images, _ = batch()

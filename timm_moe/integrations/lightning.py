@@ -4,6 +4,8 @@ A ``pytorch_lightning.Trainer`` takes the callback, too, if ``lightning`` is ins
 """
 
 import functools
+import inspect
+import math
 import random
 from contextlib import ExitStack
 from types import MethodType
@@ -14,6 +16,7 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
+from ..convert.blocks import moe_layers
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import Started, expert_statistics, start_averaging
 from ..training.optimizers import is_distributed
@@ -93,13 +96,15 @@ class ExpertCallback(Callback):
         self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, is_trial: bool
     ) -> None:
         """Start the averaging of one optimizer until the end of the run."""
-        if any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks):
-            raise ValueError(
-                "A GradientAccumulationScheduler leaves the number of optimizer steps of the run "
-                "unknown: make timm_moe.ExpertWeightAveraging in configure_optimizers and tell it "
-                "total_updates."
-            )
-        total_updates = trainer.estimated_stepping_batches
+        total_updates = math.inf
+        if any(layer.share_rate for layer in moe_layers(pl_module).values()):
+            if any(hasattr(each, "get_accumulate_grad_batches") for each in trainer.callbacks):
+                raise ValueError(
+                    "A GradientAccumulationScheduler leaves the number of optimizer steps of the "
+                    "run unknown: make timm_moe.ExpertWeightAveraging in configure_optimizers and "
+                    "tell it total_updates."
+                )
+            total_updates = trainer.estimated_stepping_batches
         averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
         if averaging is None:
             return
@@ -173,7 +178,8 @@ class ExpertCallback(Callback):
         """
         own = vars(pl_module).get(name)  # torch.compile sets such a hook.
 
-        @functools.wraps(own or getattr(type(pl_module), name))
+        # Lightning reads the arguments from the signature of what is wrapped, one level deep.
+        @functools.wraps(inspect.unwrap(own or getattr(type(pl_module), name)))
         def hook(self: LightningModule, *args: Any, **kwargs: Any) -> Any:
             return function(self, own or getattr(type(self), name).__get__(self), *args, **kwargs)
 

@@ -18,7 +18,7 @@ from ..convert.blocks import moe_layers
 from ..convert.hooks import check_loaded_layers
 from ..files import require_file
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import expert_statistics, start_averaging
+from ..training.loop import Started, expert_statistics, start_averaging
 from ..training.router_losses import add_losses, gathering
 
 try:
@@ -43,10 +43,9 @@ class ExpertCallback(TrainerCallback):
 
     The experts are averaged after every optimizer step, at the rate and by the schedule that their
     layers were created with, over the steps of the run. A resumed run goes on where it was. The
-    loss holds the weighted
-    router losses, however it is computed: by the model, by label smoothing or by
-    ``compute_loss_func``, and with gradient accumulation. ``Trainer.log`` holds the statistics of
-    each router since the last log.
+    loss holds the weighted router losses, however it is computed: by the model, by label smoothing
+    or by ``compute_loss_func``, and with gradient accumulation. ``Trainer.log`` holds the
+    statistics of each router since the last log.
 
     In training an ensemble inside one model, as pBE, has outputs (B, M, C) of M members. Each of
     them is compared with its image's label: the loss, ``compute_loss_func`` too, gets logits (B M,
@@ -54,14 +53,12 @@ class ExpertCallback(TrainerCallback):
 
     A subclass of Trainer with a ``compute_loss`` of its own that does not call Trainer's adds
     :func:`timm_moe.auxiliary_loss` itself; where it does not, the optimizer's next step raises an
-    error.
+    error. If it divides its loss by ``num_items_in_batch``, it divides the router losses by
+    ``current_gradient_accumulation_steps``, since Trainer does not divide again.
 
     Raises:
         ValueError: as :func:`timm_moe.training.start_averaging`, when training begins.
     """
-
-    def __init__(self) -> None:
-        self.averaging: ExpertWeightAveraging | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -69,15 +66,7 @@ class ExpertCallback(TrainerCallback):
         """Start the averaging of the run."""
         model = kwargs["model"]
         if moe_layers(model) or not _ensembles(model):
-            self.averaging = start_averaging(
-                model, kwargs["optimizer"], state.max_steps, state.global_step
-            )
-
-    def stop(self) -> None:
-        """Stop averaging at the end of the run, or after an error."""
-        if self.averaging is not None:
-            self.averaging.remove()
-        self.averaging = None
+            start_averaging(model, kwargs["optimizer"], state.max_steps, state.global_step)
 
 
 def _ensembles(model: nn.Module) -> list[Any]:
@@ -105,8 +94,7 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
 
     Raises:
         FileNotFoundError: if the folder holds no safetensors file.
-        RuntimeError: if names or shapes differ from the model's.
-        ValueError: if other layers have experts than in the model.
+        RuntimeError: if names or shapes differ from the model's, or other layers have experts.
     """
     whole = Path(folder, "model.safetensors")
     files = [whole] if whole.is_file() else sorted(Path(folder).glob("model-*-of-*.safetensors"))
@@ -137,8 +125,8 @@ def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> 
 def _wrap(name: str) -> Any:
     """Wrap a method of Trainer by the function below; a decorator.
 
-    The function gets the method, the trainer, its ExpertCallback and the arguments. Without an
-    ExpertCallback the method is called as ever.
+    The function gets the method, the trainer and the arguments. Without an ExpertCallback the
+    method is called as ever.
     """
 
     def wrap(function: Any) -> Any:
@@ -146,9 +134,9 @@ def _wrap(name: str) -> Any:
 
         @functools.wraps(method)
         def call(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, ExpertCallback):
-                    return function(method, self, callback, *args, **kwargs)
+            callbacks = self.callback_handler.callbacks
+            if any(isinstance(callback, ExpertCallback) for callback in callbacks):
+                return function(method, self, *args, **kwargs)
             return method(self, *args, **kwargs)
 
         setattr(Trainer, name, call)
@@ -161,7 +149,6 @@ def _wrap(name: str) -> Any:
 def _add_router_losses(
     compute_loss: Any,
     trainer: Trainer,
-    callback: ExpertCallback,
     model: nn.Module,
     inputs: dict[str, Any],
     return_outputs: bool = False,
@@ -194,7 +181,7 @@ def _is_scaled(trainer: Any, num_items_in_batch: Tensor | int | None) -> bool:
     is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if is_scaled is not None:
         return is_scaled
-    # Earlier versions of transformers do not say it.
+    # transformers says it of some trainings only.
     by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
     return by_model or trainer.compute_loss_func is not None
 
@@ -203,33 +190,35 @@ def _is_scaled(trainer: Any, num_items_in_batch: Tensor | int | None) -> bool:
 def _log_statistics(
     log: Any,
     trainer: Any,
-    callback: ExpertCallback,
     logs: dict[str, float],
     *args: Any,
     **kwargs: Any,
 ) -> None:
     """Add the experts' statistics to a log of training, which alone holds a loss."""
     if "loss" in logs:
-        logs.update(expert_statistics(trainer.model, callback.averaging))
+        logs.update(expert_statistics(trainer.model, _averaging_of(trainer)))
     log(trainer, logs, *args, **kwargs)
 
 
 @_wrap("train")
-def _stop_at_the_end(
-    train: Any, trainer: Trainer, callback: ExpertCallback, *args: Any, **kwargs: Any
-) -> Any:
+def _stop_at_the_end(train: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Stop the averaging when a run ends or fails."""
     try:
         return train(trainer, *args, **kwargs)
     finally:
-        callback.stop()
+        averaging = _averaging_of(trainer)
+        if isinstance(averaging, Started):
+            averaging.remove()
+
+
+def _averaging_of(trainer: Trainer) -> ExpertWeightAveraging | None:
+    """Return the averaging of a Trainer's optimizer, which there is from the start of a run."""
+    return None if trainer.optimizer is None else ExpertWeightAveraging.of(trainer.optimizer)
 
 
 @_wrap("_load_from_checkpoint")
 @_wrap("_load_best_model")
-def _load_saved_names(
-    load: Any, trainer: Any, callback: ExpertCallback, *args: Any, **kwargs: Any
-) -> Any:
+def _load_saved_names(load: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Let a Trainer load a checkpoint whose tensors have names of earlier versions."""
     if not isinstance(trainer.model, PreTrainedModel):
         return load(trainer, *args, **kwargs)

@@ -18,6 +18,16 @@ from .living import find
 from .router import Router
 from .router_totals import RouterTotals
 
+#: Number of records whose losses wait at which a router warns. No model calls a router so often for
+#: one loss.
+MANY_WAITING = 256
+#: What to do where nobody adds losses.
+_UNADDED = (
+    "Where routers are not to be trained, call eval() on them, use torch.no_grad(), or freeze them "
+    "with requires_grad_(False); else add timm_moe.auxiliary_loss(model) to the loss after each "
+    "forward."
+)
+
 #: Tracker that is never entered: it is only asked whether backward is running.
 _tracker = ModuleTracker()
 
@@ -79,14 +89,11 @@ class Begun(Enum):
 
     Attributes:
         NOTHING: a part of the model was called by itself. Records gather until someone takes them.
-        OVERDUE: as NOTHING, and while records waited, an optimizer stepped that does not train the
-            router.
         FORWARD: a forward of the model. The next one drops the records that wait.
         TASK: a training task. The records of all of its forwards gather.
     """
 
     NOTHING = "nothing"
-    OVERDUE = "overdue"
     FORWARD = "forward"
     TASK = "task"
 
@@ -103,6 +110,7 @@ class RecordingRouter(Router):
         balancing_bias: bias that the recorded loads move, for the choice of subclasses; or None.
         records: records whose losses wait, in the order of the calls.
         begun: event to which they belong.
+        passed_by: whether an optimizer that does not train the router stepped while they waited.
         added: whether losses were added since that event began. Later records of the same forward
             or task are then repetitions.
         totals: statistics of the records whose losses were added.
@@ -188,7 +196,10 @@ class RecordingRouter(Router):
         if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
             # A part of the model is called by itself after the losses of a forward were added.
             self._begin(Begun.TASK if self.begun is Begun.TASK else Begun.NOTHING)
-        weighted = [self.loss_weights[name] * loss for name, loss in losses.items()]
+        # A frozen router is not to be balanced by the layers before it, either.
+        own = list(self.parameters())
+        is_trained = not own or any(parameter.requires_grad for parameter in own)
+        weighted = [self.loss_weights[name] * loss for name, loss in losses.items() if is_trained]
         record = RouterRecord(
             losses={name: loss.detach() for name, loss in losses.items()},
             weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,
@@ -198,6 +209,12 @@ class RecordingRouter(Router):
         )
         # Records without losses may never be taken, so only the last one is kept.
         self.records = [*self.records, record] if _has_gradient(record) else [record]
+        if not torch.compiler.is_compiling() and len(self.records) == MANY_WAITING:
+            warnings.warn(
+                f"The losses of {MANY_WAITING} calls of a router wait, and so their graphs stay in "
+                f"memory. {_UNADDED}",
+                stacklevel=2,
+            )
 
     def forget(self) -> None:
         """Forget the losses and the loads of the balancing bias that an earlier run left.
@@ -205,6 +222,8 @@ class RecordingRouter(Router):
         Statistics stay.
         """
         self._begin(Begun.NOTHING)
+        self.totals.lost = 0
+        self.totals.untrained.clear()
         if self.balancing_bias is not None:
             self.balancing_bias.load = None
 
@@ -215,7 +234,7 @@ class RecordingRouter(Router):
     def _begin(self, what: Begun) -> None:
         """Drop the records, as another event begins."""
         self.records = []
-        self.added = False
+        self.added = self.passed_by = False
         self.begun = what
 
     def begin_forward(self) -> None:
@@ -234,8 +253,8 @@ class RecordingRouter(Router):
         self._begin(Begun.TASK)
 
     def _note_lost(self) -> None:
-        """Count a forward whose losses are dropped."""
-        if self.has_pending_losses():
+        """Count a forward whose losses are dropped, unless it was another optimizer's."""
+        if self.has_pending_losses() and not self.passed_by:
             self.totals.lost += 1
 
     def end_task(self) -> None:
@@ -257,8 +276,7 @@ class RecordingRouter(Router):
         records = self.waiting()
         self.records = []
         self.added = self.added or len(records) > 0
-        if self.begun is Begun.OVERDUE:
-            self.begun = Begun.NOTHING
+        self.passed_by = False
         return records
 
     def has_pending_losses(self) -> bool:
@@ -275,21 +293,21 @@ class RecordingRouter(Router):
         self.totals.untrained.clear()
 
     def end_other_step(self) -> None:
-        """Drop, with a warning, records that nobody seems to add.
+        """Note that an optimizer steps that does not train this router.
 
-        They are those that no forward began and that wait at two steps of other optimizers.
+        Records that no forward began, and that wait at two such steps, are dropped with a warning,
+        since nobody seems to add them.
         """
-        if self.begun is Begun.NOTHING and self.has_pending_losses():
-            self.begun = Begun.OVERDUE
-        elif self.begun is Begun.OVERDUE and self.has_pending_losses():
+        if not self.has_pending_losses():
+            return
+        if self.passed_by and self.begun is Begun.NOTHING:
             self._begin(Begun.NOTHING)
             warnings.warn(
-                "Nobody adds the losses of routers in a model that is in training mode, so they "
-                "are forgotten. Where routers are not to be trained, call eval() on them or "
-                "freeze them with requires_grad_(False); else add timm_moe.auxiliary_loss(model) "
-                "to the loss after each forward.",
+                f"Nobody adds the losses of routers, so they are forgotten. {_UNADDED}",
                 stacklevel=2,
             )
+        else:
+            self.passed_by = True
 
     # A copy or a pickle must hold no graph.
     def __getstate__(self) -> dict[str, Any]:

@@ -229,7 +229,7 @@ class ExpertWeightAveraging:
             )
         self.total_updates = total_updates
         self.started = False
-        self._is_sought = False
+        self._is_sought = self._is_written = False
         self._layers = [weakref.ref(layer) for layer in moe_layers(model).values()]
         self._share_rate = share_rate
         self._schedule = schedule
@@ -326,12 +326,19 @@ class ExpertWeightAveraging:
         loaded = [count for count in counts if count is not None]
         if loaded and not any(count is self._count for count in loaded):
             self._count.fill_(max(map(int, loaded)))
+        is_lost = groups and not loaded and self.started and self._is_written
+        if is_lost and is_first_time(optimizer, "no count"):
+            _logger.warning(
+                "EWA: the state that the optimizer loaded has no count of updates, so the share "
+                f"rate goes on after update {int(self._count)}: averaging.go_to(0) begins anew."
+            )
         if any(count is not self._count for count in counts):
             self._write_count()
         return self._count
 
     def _write_count(self) -> None:
         """Put the count into every group, since any of them may be taken out."""
+        self._is_written = True
         for group in self._optimizer().param_groups:
             group[UPDATES] = self._count
 

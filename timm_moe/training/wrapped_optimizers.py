@@ -33,8 +33,8 @@ def with_hooks(optimizer: Any) -> Optimizer:
         TypeError: if it is not a torch.optim.Optimizer.
         ValueError: if its step was replaced before it had hooks.
     """
-    # Accelerate wraps an optimizer and may skip its step, so the wrapped one counts.
-    while hasattr(optimizer, "step_was_skipped"):
+    # Accelerate's and Lightning's wrappers pass for an optimizer, and may skip its step.
+    while _is_wrapper(optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -50,6 +50,12 @@ def with_hooks(optimizer: Any) -> Optimizer:
             "replaced before: make the averaging right after the optimizer."
         )
     return optimizer
+
+
+def _is_wrapper(optimizer: Any) -> bool:
+    """Tell if an object stands for an optimizer, of which it is no part."""
+    has_own_groups = "param_groups" in getattr(optimizer, "__dict__", {})
+    return not has_own_groups and isinstance(getattr(optimizer, "optimizer", None), Optimizer)
 
 
 def _is_hooked(optimizer: Optimizer) -> bool:
