@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import timm_moe
-from timm_moe.training.averaging import average_
+from timm_moe.training.weight_average import average_
 
 from .protocol import Contest, Setting, Work
 

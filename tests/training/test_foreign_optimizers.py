@@ -18,7 +18,7 @@ import timm_moe
 from timm_moe import ExpertWeightAveraging
 from timm_moe.callbacks import start_averaging
 from timm_moe.layers import EwaMlp, begin_forward
-from timm_moe.training.averaging import average_
+from timm_moe.training.weight_average import average_
 
 
 class Own:

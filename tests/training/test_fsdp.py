@@ -34,7 +34,7 @@ from timm_moe import (
     to_dense,
 )
 from timm_moe.layers import EwaMlp
-from timm_moe.training.averaging import average_
+from timm_moe.training.weight_average import average_
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STEPS = 3

@@ -12,7 +12,7 @@ from timm.scheduler import create_scheduler_v2
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
-from timm_moe.training.averaging import average_
+from timm_moe.training.weight_average import average_
 
 
 class SAM(torch.optim.Optimizer):

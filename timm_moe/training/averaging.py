@@ -1,11 +1,8 @@
-"""Averaging of the experts after each optimizer step (EWA, section 3.2).
-
-The equation is a function, and a class applies it after every step.
-"""
+"""Averaging of the experts after each optimizer step (EWA, section 3.2)."""
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from .optimizers import (
     layers_of_trained_experts,
     require_parameters,
 )
-from .placement import is_spread, local_part, sum_over_experts
+from .weight_average import Rate, average_all_
 from .wrapped_optimizers import Steps, average_kept_, with_hooks
 
 _logger = logging.getLogger(__name__)
@@ -32,74 +29,9 @@ _logger = logging.getLogger(__name__)
 #: Key of the count of updates in each of an optimizer's groups. There the count is part of every
 #: checkpoint of the optimizer.
 UPDATES = "ewa_updates"
-#: Entries of each expert that are averaged at a time on CPUs.
-_BLOCK = 2**17
-
-#: A share rate: a number, or a tensor () on the experts' device if the optimizer's step can be
-#: captured by a CUDA graph.
-Rate = float | Tensor
 
 
-# --- the equation
-
-
-def average_(stacked: Tensor, beta: Rate) -> Tensor:
-    """Move E stacked tensors towards their mean, in place (EWA, eq. 6).
-
-    ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``. The mean stays, and every deviation
-    from it is multiplied by ``1 - beta E / (E - 1)``.
-
-    Args:
-        stacked: shape (E, ...). Of a sharded tensor (FSDP2) each process averages its part. If the
-            processes hold different experts, they call this together.
-        beta: share rate of this step.
-
-    Returns:
-        The same tensor.
-    """
-    average_all_([(stacked, beta)])
-    return stacked
-
-
-@torch.no_grad()
-def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
-    """Do what :func:`average_` does to many tensors, each with its share rate."""
-    parts: list[Tensor] = []
-    means: list[Tensor] = []
-    weights: list[Any] = []
-    for stacked, beta in due:
-        part = local_part(stacked)
-        num_experts = stacked.shape[0]
-        if num_experts == 1 or (not isinstance(beta, Tensor) and beta == 0):
-            continue
-        weight = beta * num_experts / (num_experts - 1)
-        if is_spread(stacked):
-            mean = sum_over_experts(stacked) / num_experts
-        elif part.is_cpu and part.is_contiguous() and part.numel() >= _BLOCK:
-            _average_by_blocks_(part, weight)
-            continue
-        else:
-            mean = part.mean(0, keepdim=True)
-        parts.append(part)
-        means.append(mean)
-        weights.append(weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
-    if parts:
-        torch._foreach_lerp_(parts, means, weights)
-
-
-def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
-    """Average a tensor (E, ...) in place by blocks that stay in the cache.
-
-    It goes expert by expert, since broadcasting would prevent vectorisation.
-    """
-    blocks = [expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)]
-    for experts in zip(*blocks, strict=True):
-        mean = experts[0] + experts[1]
-        for expert in experts[2:]:
-            mean += expert
-        mean /= len(experts)
-        for expert in experts:
-            expert.lerp_(mean, weight)
+# --- once
 
 
 def average_experts_(model: nn.Module, beta: float) -> None:
@@ -467,7 +399,7 @@ class ExpertWeightAveraging:
         count = self._counted().add_(1)
         self._last_rate = due[0][1] if due else 0.0
         average_all_(due)
-        average_kept_(self._steps.optimizers, due, average_all_)
+        average_kept_(self._steps.optimizers, due)
         can_tell = self.has_experts and not self._is_on_device
         is_beyond = can_tell and int(count) > 1.1 * self.total_updates
         if is_beyond and is_first_time(optimizer, "beyond the end"):

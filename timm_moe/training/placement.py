@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..convert.blocks import expert_parameters, is_sharded
+from ..convert.blocks import expert_parameters
 
 
 def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
@@ -35,25 +34,3 @@ def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:
         return Shard(max(range(1, parameter.ndim), key=lambda dim: parameter.shape[dim]))
 
     return place
-
-
-def local_part(stacked: Any) -> Tensor:
-    """Return the part of a stacked parameter, (E, ...), that this process holds.
-
-    It shares the parameter's memory.
-    """
-    return stacked.to_local() if is_sharded(stacked) else stacked
-
-
-def sum_over_experts(stacked: Any) -> Tensor:
-    """Sum a stacked parameter, (E, ...), over all experts of all processes, to (1, ...)."""
-    total = local_part(stacked).sum(0, keepdim=True)
-    for dim, placement in enumerate(getattr(stacked, "placements", ())):
-        if placement.is_shard(0):
-            torch.distributed.all_reduce(total, group=stacked.device_mesh.get_group(dim))
-    return total
-
-
-def is_spread(stacked: Tensor) -> bool:
-    """Tell if the processes hold different experts of a stacked parameter."""
-    return any(placement.is_shard(0) for placement in getattr(stacked, "placements", ()))

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .weight_average import Rate, average_all_
+
 #: Sequences of weights that optimizers keep in a parameter's state, by the entry that shows that an
 #: optimizer is of this kind.
 _SEQUENCES = {
@@ -125,8 +127,7 @@ class Steps:
 
 def average_kept_(
     optimizers: Iterable[Optimizer],
-    due: list[tuple[Tensor, Any]],
-    average_all_: Callable[[Iterable[tuple[Tensor, Any]]], None],
+    due: list[tuple[Tensor, Rate]],
 ) -> None:
     """Average the weights that optimizers keep beside the parameters.
 
@@ -135,7 +136,6 @@ def average_kept_(
     Args:
         optimizers: optimizers that may hold such weights in their states.
         due: parameters (E, ...) with their share rates.
-        average_all_: averages such a list.
 
     Raises:
         ValueError: if an optimizer would undo the averaging in a way that is not known.

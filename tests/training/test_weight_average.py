@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import timm_moe
 from timm_moe.schedules import SCHEDULES
-from timm_moe.training.averaging import average_
+from timm_moe.training.weight_average import average_
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.3, 0.5, 0.75, 1.0])
@@ -105,7 +105,7 @@ def test_average_experts_is_a_plain_function(ewa_vit):
 
 @pytest.mark.parametrize("num_experts", [2, 3, 8])
 def test_averaging_by_blocks_is_averaging(monkeypatch, num_experts):
-    monkeypatch.setattr("timm_moe.training.averaging._BLOCK", 7)
+    monkeypatch.setattr("timm_moe.training.weight_average._BLOCK", 7)
     stacked = torch.randn(num_experts, 5, 9)
     whole = torch.lerp(
         stacked, stacked.mean(0, keepdim=True), 0.1 * num_experts / (num_experts - 1)

@@ -1,0 +1,97 @@
+"""The equation of expert weight averaging (EWA, eq. 6), on stacked tensors."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..convert.blocks import is_sharded
+
+#: Entries of each expert that are averaged at a time on CPUs.
+_BLOCK = 2**17
+
+#: A share rate: a number, or a tensor () on the experts' device if the optimizer's step can be
+#: captured by a CUDA graph.
+Rate = float | Tensor
+
+
+def average_(stacked: Tensor, beta: Rate) -> Tensor:
+    """Move E stacked tensors towards their mean, in place (EWA, eq. 6).
+
+    ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``. The mean stays, and every deviation
+    from it is multiplied by ``1 - beta E / (E - 1)``.
+
+    Args:
+        stacked: shape (E, ...). Of a sharded tensor (FSDP2) each process averages its part. If the
+            processes hold different experts, they call this together.
+        beta: share rate of this step.
+
+    Returns:
+        The same tensor.
+    """
+    average_all_([(stacked, beta)])
+    return stacked
+
+
+@torch.no_grad()
+def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
+    """Do what :func:`average_` does to many tensors, each with its share rate."""
+    parts: list[Tensor] = []
+    means: list[Tensor] = []
+    weights: list[Any] = []
+    for stacked, beta in due:
+        part = _local_part(stacked)
+        num_experts = stacked.shape[0]
+        if num_experts == 1 or (not isinstance(beta, Tensor) and beta == 0):
+            continue
+        weight = beta * num_experts / (num_experts - 1)
+        if _is_spread(stacked):
+            mean = _sum_over_experts(stacked) / num_experts
+        elif part.is_cpu and part.is_contiguous() and part.numel() >= _BLOCK:
+            _average_by_blocks_(part, weight)
+            continue
+        else:
+            mean = part.mean(0, keepdim=True)
+        parts.append(part)
+        means.append(mean)
+        weights.append(weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
+    if parts:
+        torch._foreach_lerp_(parts, means, weights)
+
+
+def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
+    """Average a tensor (E, ...) in place by blocks that stay in the cache.
+
+    It goes expert by expert, since broadcasting would prevent vectorisation.
+    """
+    blocks = [expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)]
+    for experts in zip(*blocks, strict=True):
+        mean = experts[0] + experts[1]
+        for expert in experts[2:]:
+            mean += expert
+        mean /= len(experts)
+        for expert in experts:
+            expert.lerp_(mean, weight)
+
+
+def _local_part(stacked: Any) -> Tensor:
+    """Return the part of a stacked parameter, (E, ...), that this process holds.
+
+    It shares the parameter's memory.
+    """
+    return stacked.to_local() if is_sharded(stacked) else stacked
+
+
+def _sum_over_experts(stacked: Any) -> Tensor:
+    """Sum a stacked parameter, (E, ...), over all experts of all processes, to (1, ...)."""
+    total = _local_part(stacked).sum(0, keepdim=True)
+    for dim, placement in enumerate(getattr(stacked, "placements", ())):
+        if placement.is_shard(0):
+            torch.distributed.all_reduce(total, group=stacked.device_mesh.get_group(dim))
+    return total
+
+
+def _is_spread(stacked: Tensor) -> bool:
+    """Tell if the processes hold different experts of a stacked parameter."""
+    return any(placement.is_shard(0) for placement in getattr(stacked, "placements", ()))
