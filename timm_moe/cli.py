@@ -213,7 +213,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     """Print metrics of one model, or of an ensemble of several, on images."""
     from .analysis.evaluation import evaluate, table  # It needs torchmetrics.
 
-    _check_json(args)
+    _check_file(args, "json", args.sources)
     images, ood_images = _images(args)
     _check_outside([args.json], images, ood_images)
     result = evaluate(args.sources, images, ood_images, **_loading(args))
@@ -225,15 +225,14 @@ def _compare(args: argparse.Namespace) -> None:
     """Print the differences between runs on images, paired by their seeds."""
     from .analysis import comparison  # It needs torchmetrics and scipy.
 
-    _check_json(args)
-    if args.plot is not None:
-        check_writable(args.plot, args.overwrite)
     runs = comparison.find_runs(args.sources)
+    read = [run.source for run in runs]
+    _check_file(args, "json", read)
+    _check_file(args, "plot", read)
+    if args.plot is not None:
+        comparison.check_drawable(args.plot)
     images = image_folder(args.data_dir, args.split, args.class_map)
-    outputs = [args.json, args.plot]
-    _check_outside(outputs, images)
-    for file in filter(None, outputs):
-        check_apart(file, [*(run.source for run in runs), args.class_map])
+    _check_outside([args.json, args.plot], images)
     measured = comparison.measure_runs(runs, images, **_loading(args))
     comparisons = comparison.compare(measured)
     show(*comparison.table(measured, comparisons))
@@ -246,7 +245,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 def _fewshot(args: argparse.Namespace) -> None:
     """Print accuracies of linear classifiers on a model's features of few images a class."""
-    _check_json(args)
+    _check_file(args, "json", args.sources)
     folders = []
     for folder in args.data_dir:
         training = image_folder(folder, args.train_split, args.class_map)
@@ -386,19 +385,20 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
-def _check_json(args: argparse.Namespace) -> None:
-    """Check that the numbers can be written, and would not replace what is read.
+def _check_file(args: argparse.Namespace, option: str, read: Sequence[str]) -> None:
+    """Check that the file of an option, if it is stated, can be written and replaces nothing read.
 
     Raises:
         OSError: if the file cannot be written.
         ValueError: if it would replace what is read.
     """
-    if args.json is None:
+    file = getattr(args, option)
+    if file is None:
         return
-    if not args.json:
-        raise ValueError("--json takes the name of a file, got an empty one.")
-    check_writable(args.json, args.overwrite)
-    check_apart(args.json, [*args.sources, args.class_map])
+    if not file:
+        raise ValueError(f"--{option} takes the name of a file, got an empty one.")
+    check_writable(file, args.overwrite)
+    check_apart(file, [*read, args.class_map])
 
 
 def _check_outside(outputs: Iterable[str | None], *images: ImageDataset | None) -> None:

@@ -202,6 +202,26 @@ def test_a_checkpoint_that_is_read_is_not_written_over(experiments, capsys, opti
     assert file.read_bytes() == before
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_in_the_current_folder_is_written_over(experiments, capsys, option):
+    """No class map is stated; its empty name is not that of the current folder."""
+    Path("a.png").touch()
+    arguments = ["dense-*", "ewa-*", "--data-dir", "nowhere", *HERE]
+    assert main(["compare", *arguments, option, "a.png", "--overwrite"]) == 1
+    assert "No such folder of images: 'nowhere'" in capsys.readouterr().err  # what is checked next
+
+
+@pytest.mark.parametrize("name", ["compare", "compare.bmp", ".png"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_runs_are_read(
+    experiments, capsys, name
+):
+    assert main(["compare", "dense-*", "--data-dir", "nowhere", *HERE, "--plot", name]) == 1
+    error = capsys.readouterr().err
+    assert f"cannot be drawn to {name}: its name must end in " in error
+    assert ".png, " in error
+    assert not Path(name).exists()
+
+
 @pytest.mark.ci
 @needs_scripts
 def test_trained_runs_are_compared_by_their_names(tmp_path, monkeypatch, capsys):

@@ -377,6 +377,16 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
 
 
+def check_drawable(file: str | Path) -> None:
+    """Raise ValueError unless a file's ending is one that matplotlib draws."""
+    from matplotlib.figure import Figure
+
+    endings = Figure().canvas.get_supported_filetypes()
+    if Path(file).suffix.lower().removeprefix(".") not in endings:
+        known = ", ".join(f".{ending}" for ending in sorted(endings))
+        raise ValueError(f"A picture cannot be drawn to {file}: its name must end in {known}.")
+
+
 def plot(measured: Sequence[Measured], comparisons: Sequence[Comparison], file: Path) -> None:
     """Draw a panel for each figure: all runs, and differences from the first method."""
     from matplotlib import rc_context
