@@ -102,6 +102,35 @@ def test_options_that_differ_are_said():
     assert said[-1] == "dense and ewa were trained with different model (vit, vit_ewa)."
 
 
+def test_unfinished_runs_are_told_of():
+    def run(group, seed, last):
+        return measured(group, seed, epochs=20, **{comparison.LAST_EPOCH: last})
+
+    whole = [run(group, seed, 20) for group in ("dense", "ewa") for seed in (0, 1)]
+    assert "epoch" not in "".join(lines(whole)[1:])
+    said = lines([*whole[:3], run("ewa", 1, 5)])
+    assert "Careful: the weights of ewa-1 are of epoch 5 of 20." in said
+    differ = "differ not only in the seed but in last epoch."
+    assert f"Careful: ewa-0 and ewa-1, both of ewa, {differ}" in said
+    said = lines([run("dense", 0, 30), run("ewa", 0, 25)])  # with 10 epochs of cooldown
+    assert said[-1] == "dense and ewa were trained with different last epoch (30, 25)."
+    assert "Careful" not in "".join(said)
+
+
+def test_the_epochs_of_a_run_are_those_of_its_checkpoint(tmp_path):
+    images = image_folder(write_images(tmp_path / "data", {"validation": 1}, list("abcde")))
+    model, name = make_model("vit_tiny_patch16_224"), "vit_tiny_patch16_224"
+    for seed, epochs in enumerate((2, 3)):  # after the second epoch
+        file = tmp_path / f"vit-{seed}" / "last.pth.tar"
+        file.parent.mkdir()
+        save_as_train_py(file, model, name, seed=seed, epochs=epochs, img_size=32)
+    runs = find_runs([str(tmp_path / "vit-*")])
+    said = list(
+        comparison.unfinished(comparison.measure_runs(runs, images, inference=_inference()))
+    )
+    assert said == ["Careful: the weights of vit-1 are of epoch 2 of 3."]
+
+
 @pytest.fixture
 def experiments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

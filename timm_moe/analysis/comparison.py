@@ -51,6 +51,8 @@ OF_A_RUN = {
     "data",
     "log_interval",
 }
+#: Name of the epoch, from 1 on, that a checkpoint's weights are of, beside train.py's arguments.
+LAST_EPOCH = "last epoch"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Measured:
     Attributes:
         run: the run.
         seed: train.py's, or else the last number in the run's name; None if there is neither.
-        options: train.py's arguments, without those of :data:`OF_A_RUN`.
+        options: train.py's arguments, without those of :data:`OF_A_RUN`, and :data:`LAST_EPOCH`.
         figures: accuracy, NLL and ECE, by the names in :data:`FIGURES`.
         right: for each image, whether its class was the most probable one, (N,).
     """
@@ -226,7 +228,8 @@ def measure_runs(
     measured: list[Measured] = []
     for run in runs:
         (model,), numbered = load_classifiers([run.source], images, spec, use_ema, inference)
-        train_args = getattr(getattr(model, "origin", None), "train_args", {})
+        origin = getattr(model, "origin", None)
+        train_args = getattr(origin, "train_args", {})
         seed = train_args.get("seed", _last_number(run.name))
         for other in measured:
             if other.run.group == run.group and other.seed == seed:
@@ -240,6 +243,9 @@ def measure_runs(
             right.append(ensemble_log_probabilities(log_p_BMC).argmax(1) == labels)
         result = figures.result()
         options = {name: value for name, value in train_args.items() if name not in OF_A_RUN}
+        epoch = getattr(origin, "epoch", None)
+        if options and type(epoch) is int:
+            options[LAST_EPOCH] = epoch + 1
         found = {name: result[name] for name, *_ in FIGURES}
         measured.append(Measured(run, seed, options, found, torch.cat(right)))
     return measured
@@ -325,6 +331,7 @@ def table(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> It
                 yield f"  {comparison.group} - {comparison.first}: {text}"
     for comparison in comparisons:
         yield from _notes(comparison)
+    yield from unfinished(measured)
     yield from differing_options(groups)
 
 
@@ -350,6 +357,17 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         )
     elif len(comparison.seeds) < LEAST_PAIRS:
         yield f"{names} have two pairs, from which there is no verdict: train a third seed."
+
+
+def unfinished(measured: Sequence[Measured]) -> Iterator[str]:
+    """Yield a warning for each run whose weights are of an earlier epoch than its last one.
+
+    Cooldown and cycles of the learning rate only add to train.py's --epochs.
+    """
+    for each in measured:
+        last, epochs = each.options.get(LAST_EPOCH), each.options.get("epochs")
+        if type(last) is type(epochs) is int and last < epochs:
+            yield f"Careful: the weights of {each.run.name} are of epoch {last} of {epochs}."
 
 
 def differing_options(groups: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
