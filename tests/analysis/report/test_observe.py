@@ -47,7 +47,7 @@ def test_it_sees_what_evaluate_and_routes_do(name, options, splits):
     )
     for layer, routes in zip(seen.layers, collect_routes(model, images, HERE), strict=True):
         assert layer.name == routes.layer
-        assert torch.equal(layer.routes.count_IME, routes.count_IME)
+        assert torch.equal(layer.routes.counts, routes.counts)
         assert layer.routes.load().sum().item() == pytest.approx(1)
         assert layer.grid == (4, 4)
         assert (
@@ -186,7 +186,7 @@ def test_a_choice_that_a_row_does_not_make_is_no_dropped_one(splits):
     seen = observed(model, splits)
     for layer in seen.layers:
         assert layer.dropped == 0
-        assert int(layer.routes.count_IME.sum()) == 20 * 17
+        assert int(layer.routes.counts.sum()) == 20 * 17
     assert "None of them was dropped" in routing_section(seen).parts[0].text
 
 

@@ -126,12 +126,12 @@ def test_patches_are_counted_by_their_label(masked, name, options, members):
     assert patches < len(images) * model.patch_embed.num_patches
     assert routes.layer == path
     assert routes.classes == NAMES
-    assert routes.count_IME.sum() == expected.sum()
+    torch.testing.assert_close(routes.load(), expected.sum(0) / expected.sum())
     torch.testing.assert_close(
         routes.share_CE(), expected / expected.sum(1, keepdim=True).clamp(min=1)
     )
     assert summarize(routes, 0.1)["experts_per_image"] == pytest.approx(np.mean(different))
-    assert (routes.images(), len(routes.labels)) == (len(images), patches)
+    assert (routes.images(), routes.patches()) == (len(images), patches)
 
 
 def command(masked, model, *options):
@@ -157,10 +157,10 @@ def test_the_command(masked, capsys):
     assert main(command(masked, model, *options)) == 0
     routes = collect_patch_routes(model, masked_images(masked, model), HERE)
     assert (
-        f"images 4, patches {len(routes[0].labels)}, experts of an image" in capsys.readouterr().out
+        f"images 4, patches {routes[0].patches()}, experts of an image" in capsys.readouterr().out
     )
     written = json.loads((masked / "out/routes.json").read_text())
-    assert (written["images"], written["patches"]) == (4, len(routes[0].labels))
+    assert (written["images"], written["patches"]) == (4, routes[0].patches())
     assert (written["segmentation"], written["ignore_index"], written["split"]) == (
         str(masked / "masks"),
         VOID,
