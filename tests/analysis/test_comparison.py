@@ -188,7 +188,20 @@ def test_two_checkpoints_of_a_run_have_the_names_of_their_files(experiments):
     folder = Path("output/train/dense-0")
     (folder / "model_best.pth.tar").touch()
     runs = find_runs([str(folder), str(folder / "model_best.pth.tar")])
-    assert [run.group for run in runs] == ["last.pth.tar", "model_best.pth.tar"]
+    assert [run.group for run in runs] == ["last", "model_best"]
+
+
+@pytest.mark.parametrize("ending", [".pth.tar", ".pth", ".ckpt", ".safetensors", ".bin"])
+def test_files_that_are_called_alike_but_for_a_number_are_one_method(tmp_path, ending):
+    files = [tmp_path / "runs" / f"{name}-{seed}{ending}" for name in ("a", "b") for seed in (0, 1)]
+    files += [tmp_path / f"c-{seed}" / f"checkpoint{ending}" for seed in (0, 1)]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    runs = find_runs([*map(str, files)])
+    assert [run.name for run in runs] == ["a-0", "a-1", "b-0", "b-1", "c-0", "c-1"]
+    assert [run.group for run in runs] == ["a", "a", "b", "b", "c", "c"]
+    assert [run.source for run in runs] == [*map(str, files)]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ EXPERIMENTS = Path("output", "train")
 #: The checkpoint of an experiment. train.py chooses model_best.pth.tar by the images of its
 #: validation, so on these its figures would be too good.
 CHECKPOINT = "last.pth.tar"
+#: Endings of files of weights.
+ENDINGS = (".pth.tar", ".pth", ".ckpt", ".safetensors", ".bin")
 #: Name, title, factor, decimals and sign (1: more is better) of what is compared.
 FIGURES = (
     ("accuracy", "top-1, %", 100, 2, 1),
@@ -171,8 +173,9 @@ def _runs_of(argument: str) -> Iterator[tuple[tuple[str, ...], str]]:
         for path in map(Path, found):
             has_checkpoint = path.is_dir() and (path / CHECKPOINT).exists()
             file = path / CHECKPOINT if has_checkpoint else path
-            is_of_experiment = path.name.endswith(".pth.tar") and path.absolute().parent.name
-            place = path.absolute().parent if is_of_experiment else path.absolute()
+            is_file = path.name.endswith(ENDINGS) and not path.is_dir()
+            folder = path.absolute().parent
+            place = folder if is_file and folder.name else path.absolute()
             yield place.parts, str(file)
         if found:
             return
@@ -183,17 +186,25 @@ def _runs_of(argument: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _named(found: Sequence[tuple[tuple[str, ...], str]]) -> list[Run]:
-    """Name runs by the last parts of their paths: as few as make all names different."""
+    """Name runs by the last parts of their paths: as few as make all names different.
+
+    A file has the name of its folder, or its own without its ending if others are in its folder.
+    """
     places = [parts for parts, _ in found]
     paths = [
-        Path(source).absolute().parts if places.count(parts) > 1 else parts
-        for parts, source in found
+        (*parts, _stem(source)) if places.count(parts) > 1 else parts for parts, source in found
     ]
     names = short_names(paths, lambda name: bool(_group(name)))
     return [
         Run(name, source, _group(name) or name)
         for name, (_, source) in zip(names, found, strict=True)
     ]
+
+
+def _stem(file: str) -> str:
+    """Return the name of a file without the ending of weights."""
+    name = Path(file).name
+    return next((name.removesuffix(end) for end in ENDINGS if name.endswith(end)), name)
 
 
 def _group(name: str) -> str:
