@@ -90,6 +90,17 @@ def test_shares_are_those_of_the_largest_logits(splits, name, options, unit):
         assert not router._forward_hooks
 
 
+def test_capacities_are_off_so_that_routes_do_not_depend_on_the_batch(splits):
+    model = make_model("vit_tiny_moe", num_experts=3, eval_capacity_factor=0.5)
+    images = image_folder(splits)
+    by_one, in_batches = (
+        collect_routes(model, images, replace(HERE, batch_size=size)) for size in (1, 7)
+    )
+    for one, other in zip(by_one, in_batches, strict=True):
+        assert torch.equal(one.counts, other.counts)
+    assert {layer.router.eval_capacity_factor for layer in moe_layers(model).values()} == {0.5}
+
+
 def test_watching_noisy_routers_changes_nothing_and_sees_the_choices_that_were_made():
     options = dict(num_experts=4, moe_layers="1,3", ensemble="tiling", noise_std=8.0)
     model = make_model("vmoe_pbe_s32", **options, eval_capacity_factor=0.3)

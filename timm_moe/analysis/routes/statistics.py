@@ -276,7 +276,7 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference)
     """Run a model on images and count the choices of its routers, in the order of their calls.
 
     The model is from :func:`timm_moe.analysis.data.load_classifiers`. A token is of the class of
-    its image.
+    its image. Capacities are off.
 
     Raises:
         ValueError: if the model has no expert layers, or none with a router that depends on the
@@ -319,7 +319,10 @@ def _watch(
     inference: Inference,
     prefix: int = 0,
 ) -> RouterWatcher:
-    with RouterWatcher(routed_layers(model), prefix) as watcher:
+    layers = routed_layers(model)
+    with RouterWatcher(layers, prefix) as watcher:
+        for layer in layers.values():
+            watcher.enter_context(layer.router.dropping_nothing())
         for x, labels in labelled:
             with inference.autocast():
                 model(x)
