@@ -20,7 +20,14 @@ from timm.models import create_model, is_model, model_entrypoint
 from timm.utils import ParseKwargs
 
 from .analysis.benefits import benefits_kept
-from .analysis.data import Inference, class_names, image_folder, image_mode, load_classifiers
+from .analysis.data import (
+    Inference,
+    class_names,
+    image_folder,
+    image_mode,
+    load_classifiers,
+    open_model,
+)
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
 from .analysis.info import activation_bytes, byte_text, measure, model_info
@@ -348,7 +355,7 @@ def _routes_of_patches(
             )
     check_apart(args.output_dir, (), [args.data_dir, args.segmentation])
     classes = read_names(args.class_map) if args.class_map else None
-    model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
+    model = open_model(args.source, spec, use_ema, inference)
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
     images = MaskedImages(
         args.data_dir,

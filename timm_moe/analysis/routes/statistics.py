@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...convert.blocks import moe_layers
 from ...layers import MoeMlp, Routing
 from ...timm_classes import is_from
-from ..data import Inference, batches, class_names, in_eval_mode
+from ..data import Inference, batches, class_names, device_and_type, in_eval_mode
 from ..rows import Rows
 from .segmentation import MaskedImages, majority_labels
 
@@ -303,8 +303,10 @@ def collect_patch_routes(
     """
     prefix: Any = model.num_prefix_tokens
     grid: Any = model.get_submodule("patch_embed").grid_size
+    place = device_and_type(model, inference)
     of_patches = (
-        (x, majority_labels(labels_BHW, grid)) for x, labels_BHW in images.batches(inference)
+        (x.to(*place), majority_labels(labels_BHW, grid))
+        for x, labels_BHW in images.batches(inference)
     )
     with in_eval_mode([model]):
         return _watch(model, of_patches, inference, prefix).routes(
@@ -324,7 +326,7 @@ def _watch(
         for layer in layers.values():
             watcher.enter_context(layer.router.dropping_nothing())
         for x, labels in labelled:
-            with inference.autocast():
+            with inference.autocast(x):
                 model(x)
             watcher.end_batch(labels)
     return watcher
