@@ -208,6 +208,11 @@ class TestAsValidatePy:
         (add_hidden, "6 classes, 15 images; among the classes are '.ipynb_checkpoints'."),
         (add_loose, "6 classes, 11 images; among the classes are ''."),
         (add_empty, "5 classes, 10 images; nothing is taken from 'class0'."),
+        (
+            add_other_endings,
+            "5 classes, 13 images; nothing is taken from 'class0/.png', 'class0/0.png.txt', "
+            "'class0/a.webp' and 3 more.",
+        ),
     ],
 )
 def test_what_may_be_a_mistake_is_said(folder, caplog, add, words):
