@@ -131,6 +131,18 @@ def test_the_epochs_of_a_run_are_those_of_its_checkpoint(tmp_path):
     assert said == ["Careful: the weights of vit-1 are of epoch 2 of 3."]
 
 
+def test_a_run_without_a_seed_has_the_number_in_its_name(tmp_path):
+    """train.py's default is 42; another program may state none."""
+    images = image_folder(write_images(tmp_path / "data", {"validation": 1}, list("abcde")))
+    name = "vit_tiny_patch16_224"
+    for seed in (3, 4):
+        file = tmp_path / f"vit-{seed}.pth.tar"
+        save_as_train_py(file, make_model(name), name, seed=None, img_size=32)
+    runs = find_runs([str(tmp_path / "vit-*")])
+    found = comparison.measure_runs(runs, images, inference=_inference())
+    assert [each.seed for each in found] == [3, 4]
+
+
 @pytest.fixture
 def experiments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -475,6 +475,18 @@ class TestModes:
         load_classifiers([checkpoint], images, inference=HERE)
         assert "class map" not in caplog.text
 
+    def test_a_training_whose_data_set_numbered_the_classes_is_told(
+        self, folder, model, tmp_path, caplog
+    ):
+        """Such as torchvision's image_folder, which has 10 before 2."""
+        for dataset, is_told in (("torch/image_folder", True), ("imagenet", False)):
+            caplog.clear()
+            checkpoint = save(model, tmp_path / "a.pth.tar", dataset=dataset)
+            load_classifiers([checkpoint], image_folder(folder), inference=HERE)
+            told = f"trained on {dataset!r}, which numbers the classes itself: without a class map"
+            assert (told in caplog.text) == is_told
+            assert ("labels may not mean the same" in caplog.text) == is_told
+
 
 #: Names in Latin and Greek letters, in UTF-8, and one in Latin-1.
 NAMES = ["café", "Ωmega", b"\xe9t\xe9"]

@@ -241,7 +241,8 @@ def measure_runs(
         (model,), numbered = load_classifiers([run.source], images, spec, use_ema, inference)
         origin = getattr(model, "origin", None)
         train_args = getattr(origin, "train_args", {})
-        seed = train_args.get("seed", _last_number(run.name))
+        stated = train_args.get("seed")
+        seed = _last_number(run.name) if stated is None else stated
         for other in measured:
             if other.run.group == run.group and other.seed == seed:
                 raise ValueError(

@@ -108,7 +108,8 @@ def load_classifiers(
 
     Unless a class map states the order of the classes, it is the one in the first model's config
     (``label_names``), or timm's order of the folders for a model that names none. A warning says if
-    a model names other classes, or was trained with a class map and there is none here.
+    a model names other classes, or was trained with a class map, or on a data set that numbers
+    its classes itself, and there is no class map here.
 
     Raises:
         ValueError: if a model and the images have different numbers of classes, or different
@@ -138,6 +139,11 @@ def load_classifiers(
             _logger.warning(
                 f"{name} was trained with the class map {args['class_map']!r}: without it "
                 "(--class-map) the labels may not mean the same."
+            )
+        elif "/" in args.get("dataset", "") and not is_stated:  # another reader than timm's
+            _logger.warning(
+                f"{name} was trained on {args['dataset']!r}, which numbers the classes itself: "
+                "without a class map (--class-map) the labels may not mean the same."
             )
         _compare_classes(known, name, images, order)
         models.append(model)

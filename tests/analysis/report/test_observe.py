@@ -3,6 +3,8 @@
 It is compared with the routers' weights applied by hand.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -202,6 +204,15 @@ def test_every_member_of_an_ensemble_has_its_patches(splits):
         f"{layer.name}, member 2",
     ]
     assert shown[1]["expert"] == layer.expert_SMP[:, 1].tolist()
+
+
+def test_experts_are_compared_on_all_of_the_images_whatever_the_batch(splits, ewa_vit):
+    images, model = image_folder(splits), ewa_vit.eval()
+    by_one, together = (
+        expert_similarity(model, images, replace(HERE, batch_size=size)) for size in (1, 16)
+    )
+    for one, other in zip(by_one, together, strict=True):
+        torch.testing.assert_close(one.outputs_EE, other.outputs_EE)
 
 
 def test_experts_that_are_alike_are_called_so(splits, ewa_vit):
