@@ -206,6 +206,11 @@ def test_every_member_of_an_ensemble_has_its_patches(splits):
     assert shown[1]["expert"] == layer.expert_SMP[:, 1].tolist()
 
 
+def test_a_model_of_bfloat16_is_reported(splits, tmp_path):
+    model = make_model("vit_tiny_moe", moe_layers="3").bfloat16()
+    assert write_report([model], image_folder(splits), tmp_path, inference=HERE).exists()
+
+
 def test_experts_are_compared_on_all_of_the_images_whatever_the_batch(splits, ewa_vit):
     images, model = image_folder(splits), ewa_vit.eval()
     by_one, together = (
