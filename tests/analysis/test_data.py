@@ -479,7 +479,7 @@ class TestModes:
         self, folder, model, tmp_path, caplog
     ):
         """Such as torchvision's image_folder, which has 10 before 2."""
-        for dataset, is_told in (("torch/image_folder", True), ("imagenet", False)):
+        for dataset, is_told in (("torch/image_folder", True), ("a/folder", False)):
             caplog.clear()
             checkpoint = save(model, tmp_path / "a.pth.tar", dataset=dataset)
             load_classifiers([checkpoint], image_folder(folder), inference=HERE)

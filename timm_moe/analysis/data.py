@@ -40,6 +40,8 @@ Source = nn.Module | str | Path
 
 #: Seconds between two lines on the progress.
 PROGRESS_INTERVAL = 10.0
+#: Beginnings of timm's --dataset for readers that number the classes themselves.
+OTHER_READERS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def load_classifiers(
                 f"{name} was trained with the class map {args['class_map']!r}: without it "
                 "(--class-map) the labels may not mean the same."
             )
-        elif "/" in args.get("dataset", "") and not is_stated:  # another reader than timm's
+        elif args.get("dataset", "").lower().startswith(OTHER_READERS) and not is_stated:
             _logger.warning(
                 f"{name} was trained on {args['dataset']!r}, which numbers the classes itself: "
                 "without a class map (--class-map) the labels may not mean the same."
