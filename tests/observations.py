@@ -40,7 +40,7 @@ def layer_of(load, dropped=0, labels=(0,), classes=("cat",), name="blocks.1.mlp"
 def with_two_members(layer):
     return replace(
         layer,
-        routes=replace(layer.routes, count_IME=layer.routes.count_IME.repeat(1, 2, 1)),
+        routes=replace(layer.routes, counts=layer.routes.counts.repeat(1, 2, 1)),
         expert_SMP=layer.expert_SMP.repeat(1, 2, 1),
         gate_SMP=layer.gate_SMP.repeat(1, 2, 1),
     )

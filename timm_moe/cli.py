@@ -20,7 +20,14 @@ from timm.models import create_model, is_model, model_entrypoint
 from timm.utils import ParseKwargs
 
 from .analysis.benefits import benefits_kept
-from .analysis.data import Inference, class_names, image_folder, image_mode, load_classifiers
+from .analysis.data import (
+    Inference,
+    class_names,
+    image_folder,
+    image_mode,
+    load_classifiers,
+    open_model,
+)
 from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
 from .analysis.info import activation_bytes, byte_text, measure, model_info
@@ -213,7 +220,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     """Print metrics of one model, or of an ensemble of several, on images."""
     from .analysis.evaluation import evaluate, table  # It needs torchmetrics.
 
-    _check_json(args)
+    _check_file(args, "json", args.sources)
     images, ood_images = _images(args)
     _check_outside([args.json], images, ood_images)
     result = evaluate(args.sources, images, ood_images, **_loading(args))
@@ -225,15 +232,14 @@ def _compare(args: argparse.Namespace) -> None:
     """Print the differences between runs on images, paired by their seeds."""
     from .analysis import comparison  # It needs torchmetrics and scipy.
 
-    _check_json(args)
-    if args.plot is not None:
-        check_writable(args.plot, args.overwrite)
     runs = comparison.find_runs(args.sources)
+    read = [run.source for run in runs]
+    _check_file(args, "json", read)
+    _check_file(args, "plot", read)
+    if args.plot is not None:
+        comparison.check_drawable(args.plot)
     images = image_folder(args.data_dir, args.split, args.class_map)
-    outputs = [args.json, args.plot]
-    _check_outside(outputs, images)
-    for file in filter(None, outputs):
-        check_apart(file, [*(run.source for run in runs), args.class_map])
+    _check_outside([args.json, args.plot], images)
     measured = comparison.measure_runs(runs, images, **_loading(args))
     comparisons = comparison.compare(measured)
     show(*comparison.table(measured, comparisons))
@@ -246,7 +252,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 def _fewshot(args: argparse.Namespace) -> None:
     """Print accuracies of linear classifiers on a model's features of few images a class."""
-    _check_json(args)
+    _check_file(args, "json", args.sources)
     folders = []
     for folder in args.data_dir:
         training = image_folder(folder, args.train_split, args.class_map)
@@ -349,7 +355,7 @@ def _routes_of_patches(
             )
     check_apart(args.output_dir, (), [args.data_dir, args.segmentation])
     classes = read_names(args.class_map) if args.class_map else None
-    model = load_source(args.source, spec, use_ema).to(inference.torch_device()).eval()
+    model = open_model(args.source, spec, use_ema, inference)
     ignore = {} if args.ignore_index is None else {"ignore_index": args.ignore_index}
     images = MaskedImages(
         args.data_dir,
@@ -386,19 +392,20 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 
-def _check_json(args: argparse.Namespace) -> None:
-    """Check that the numbers can be written, and would not replace what is read.
+def _check_file(args: argparse.Namespace, option: str, read: Sequence[str]) -> None:
+    """Check that the file of an option, if it is stated, can be written and replaces nothing read.
 
     Raises:
         OSError: if the file cannot be written.
         ValueError: if it would replace what is read.
     """
-    if args.json is None:
+    file = getattr(args, option)
+    if file is None:
         return
-    if not args.json:
-        raise ValueError("--json takes the name of a file, got an empty one.")
-    check_writable(args.json, args.overwrite)
-    check_apart(args.json, [*args.sources, args.class_map])
+    if not file:
+        raise ValueError(f"--{option} takes the name of a file, got an empty one.")
+    check_writable(file, args.overwrite)
+    check_apart(file, [*read, args.class_map])
 
 
 def _check_outside(outputs: Iterable[str | None], *images: ImageDataset | None) -> None:

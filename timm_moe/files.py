@@ -53,7 +53,8 @@ def check_apart(output: str | Path, sources: Iterable[Any], images: Iterable[Any
 
     Args:
         output: the file to write.
-        sources: files and folders that are read; others than paths are ignored.
+        sources: files and folders that are read; others than paths, and an empty text, are
+            ignored.
         images: folders of images that are read.
 
     Raises:
@@ -65,7 +66,7 @@ def check_apart(output: str | Path, sources: Iterable[Any], images: Iterable[Any
         if output.is_relative_to(Path(folder).resolve()):
             raise ValueError(f"{output} is in {folder}, whose images are read: write elsewhere.")
     for source in sources:
-        if not isinstance(source, (str, Path)):
+        if source == "" or not isinstance(source, (str, Path)):
             continue
         read = Path(str(source).removeprefix("local-dir:")).resolve()
         if output == read or (output.parent == read and output.exists()):

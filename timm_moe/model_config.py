@@ -5,6 +5,7 @@ It holds the origin of the weights, the input size and the preprocessing.
 
 import copy
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 from timm import models
@@ -140,10 +141,15 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
 
 
 def preprocessing(model: nn.Module) -> dict[str, Any]:
-    """Return the preprocessing of a model's training, at the image size of the built model."""
-    config = resolve_data_config({}, model=model)
-    moments = {name: tuple(config[name]) for name in ("mean", "std")}
-    return {**config, **moments, "input_size": model_input_size(model)}
+    """Return the preprocessing of a model's training, at the image size of the built model.
+
+    For other channels than the config's, mean and deviation are averaged, as timm's loader does.
+    """
+    config, size = resolve_data_config({}, model=model), model_input_size(model)
+    for name in ("mean", "std"):
+        values = tuple(config[name])
+        config[name] = values if len(values) == size[0] else (fmean(values),) * size[0]
+    return {**config, "input_size": size}
 
 
 def is_of_timm(model: nn.Module) -> bool:

@@ -102,6 +102,47 @@ def test_options_that_differ_are_said():
     assert said[-1] == "dense and ewa were trained with different model (vit, vit_ewa)."
 
 
+def test_unfinished_runs_are_told_of():
+    def run(group, seed, last):
+        return measured(group, seed, epochs=20, **{comparison.LAST_EPOCH: last})
+
+    whole = [run(group, seed, 20) for group in ("dense", "ewa") for seed in (0, 1)]
+    assert "epoch" not in "".join(lines(whole)[1:])
+    said = lines([*whole[:3], run("ewa", 1, 5)])
+    assert "Careful: the weights of ewa-1 are of epoch 5 of 20." in said
+    differ = "differ not only in the seed but in last epoch."
+    assert f"Careful: ewa-0 and ewa-1, both of ewa, {differ}" in said
+    said = lines([run("dense", 0, 30), run("ewa", 0, 25)])  # with 10 epochs of cooldown
+    assert said[-1] == "dense and ewa were trained with different last epoch (30, 25)."
+    assert "Careful" not in "".join(said)
+
+
+def test_the_epochs_of_a_run_are_those_of_its_checkpoint(tmp_path):
+    images = image_folder(write_images(tmp_path / "data", {"validation": 1}, list("abcde")))
+    model, name = make_model("vit_tiny_patch16_224"), "vit_tiny_patch16_224"
+    for seed, epochs in enumerate((2, 3)):  # after the second epoch
+        file = tmp_path / f"vit-{seed}" / "last.pth.tar"
+        file.parent.mkdir()
+        save_as_train_py(file, model, name, seed=seed, epochs=epochs, img_size=32)
+    runs = find_runs([str(tmp_path / "vit-*")])
+    said = list(
+        comparison.unfinished(comparison.measure_runs(runs, images, inference=_inference()))
+    )
+    assert said == ["Careful: the weights of vit-1 are of epoch 2 of 3."]
+
+
+def test_a_run_without_a_seed_has_the_number_in_its_name(tmp_path):
+    """train.py's default is 42; another program may state none."""
+    images = image_folder(write_images(tmp_path / "data", {"validation": 1}, list("abcde")))
+    name = "vit_tiny_patch16_224"
+    for seed in (3, 4):
+        file = tmp_path / f"vit-{seed}.pth.tar"
+        save_as_train_py(file, make_model(name), name, seed=None, img_size=32)
+    runs = find_runs([str(tmp_path / "vit-*")])
+    found = comparison.measure_runs(runs, images, inference=_inference())
+    assert [each.seed for each in found] == [3, 4]
+
+
 @pytest.fixture
 def experiments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -159,7 +200,20 @@ def test_two_checkpoints_of_a_run_have_the_names_of_their_files(experiments):
     folder = Path("output/train/dense-0")
     (folder / "model_best.pth.tar").touch()
     runs = find_runs([str(folder), str(folder / "model_best.pth.tar")])
-    assert [run.group for run in runs] == ["last.pth.tar", "model_best.pth.tar"]
+    assert [run.group for run in runs] == ["last", "model_best"]
+
+
+@pytest.mark.parametrize("ending", [".pth.tar", ".pth", ".ckpt", ".safetensors", ".bin"])
+def test_files_that_are_called_alike_but_for_a_number_are_one_method(tmp_path, ending):
+    files = [tmp_path / "runs" / f"{name}-{seed}{ending}" for name in ("a", "b") for seed in (0, 1)]
+    files += [tmp_path / f"c-{seed}" / f"checkpoint{ending}" for seed in (0, 1)]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    runs = find_runs([*map(str, files)])
+    assert [run.name for run in runs] == ["a-0", "a-1", "b-0", "b-1", "c-0", "c-1"]
+    assert [run.group for run in runs] == ["a", "a", "b", "b", "c", "c"]
+    assert [run.source for run in runs] == [*map(str, files)]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +254,26 @@ def test_a_checkpoint_that_is_read_is_not_written_over(experiments, capsys, opti
     assert main(["compare", *arguments, option, str(file), "--overwrite"]) == 1
     assert "which is read" in capsys.readouterr().err
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_in_the_current_folder_is_written_over(experiments, capsys, option):
+    """No class map is stated; its empty name is not that of the current folder."""
+    Path("a.png").touch()
+    arguments = ["dense-*", "ewa-*", "--data-dir", "nowhere", *HERE]
+    assert main(["compare", *arguments, option, "a.png", "--overwrite"]) == 1
+    assert "No such folder of images: 'nowhere'" in capsys.readouterr().err  # what is checked next
+
+
+@pytest.mark.parametrize("name", ["compare", "compare.bmp", ".png"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_runs_are_read(
+    experiments, capsys, name
+):
+    assert main(["compare", "dense-*", "--data-dir", "nowhere", *HERE, "--plot", name]) == 1
+    error = capsys.readouterr().err
+    assert f"cannot be drawn to {name}: its name must end in " in error
+    assert ".png, " in error
+    assert not Path(name).exists()
 
 
 @pytest.mark.ci

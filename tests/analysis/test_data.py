@@ -208,6 +208,11 @@ class TestAsValidatePy:
         (add_hidden, "6 classes, 15 images; among the classes are '.ipynb_checkpoints'."),
         (add_loose, "6 classes, 11 images; among the classes are ''."),
         (add_empty, "5 classes, 10 images; nothing is taken from 'class0'."),
+        (
+            add_other_endings,
+            "5 classes, 13 images; nothing is taken from 'class0/.png', 'class0/0.png.txt', "
+            "'class0/a.webp' and 3 more.",
+        ),
     ],
 )
 def test_what_may_be_a_mistake_is_said(folder, caplog, add, words):
@@ -469,6 +474,18 @@ class TestModes:
         images = image_folder(folder, class_map=str(folder / "names.txt"))
         load_classifiers([checkpoint], images, inference=HERE)
         assert "class map" not in caplog.text
+
+    def test_a_training_whose_data_set_numbered_the_classes_is_told(
+        self, folder, model, tmp_path, caplog
+    ):
+        """Such as torchvision's image_folder, which has 10 before 2."""
+        for dataset, is_told in (("torch/image_folder", True), ("a/folder", False)):
+            caplog.clear()
+            checkpoint = save(model, tmp_path / "a.pth.tar", dataset=dataset)
+            load_classifiers([checkpoint], image_folder(folder), inference=HERE)
+            told = f"trained on {dataset!r}, which numbers the classes itself: without a class map"
+            assert (told in caplog.text) == is_told
+            assert ("labels may not mean the same" in caplog.text) == is_told
 
 
 #: Names in Latin and Greek letters, in UTF-8, and one in Latin-1.

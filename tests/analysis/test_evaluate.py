@@ -24,8 +24,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.layers import Mlp
 from timm.models import save_for_hf
+from timm.utils import ModelEmaV3
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 from timm_moe.analysis import evaluation
 from timm_moe.analysis.data import Inference, image_folder, in_eval_mode
@@ -210,6 +212,35 @@ def test_autocast(splits, model):
         for dtype in (None, torch.bfloat16)
     )
     assert 0 < abs(precise["nll"] - coarse["nll"]) < 0.1
+
+
+@pytest.mark.parametrize("wrap", [ModelEmaV3, AveragedModel])
+def test_a_model_in_memory_is_taken_out_of_its_wrapper(splits, model, wrap):
+    images = image_folder(splits)
+    expected = evaluate([model], images, inference=HERE)
+    assert evaluate([wrap(model)], images, inference=HERE) == expected
+
+
+def test_a_model_of_another_kind_is_refused(splits):
+    with pytest.raises(ValueError, match="This Sequential does not state its num_classes"):
+        evaluate([nn.Sequential(nn.Flatten(), nn.LazyLinear(5))], image_folder(splits))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_in_memory_sees_images_of_its_type(splits, model, dtype):
+    images = image_folder(splits)
+    expected = evaluate([model], images, inference=HERE)["nll"]
+    found = evaluate([model.to(dtype)], images, inference=HERE)["nll"]
+    assert 0 < abs(found - expected) < 0.1
+
+
+def test_a_model_in_memory_stays_on_its_device_unless_one_is_stated(splits, model, monkeypatch):
+    """As on a machine with a GPU, where moving the model would fail here."""
+    expected = evaluate([model], image_folder(splits), inference=HERE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    here = Inference(batch_size=7, workers=0)
+    assert here.torch_device().type == "cuda"
+    assert evaluate([model], image_folder(splits), inference=here) == expected
 
 
 def written_by_the_command(checkpoint, splits, *options):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from timm_moe.analysis.data import Inference, image_folder
 from timm_moe.analysis.fewshot import PENALTIES, Folder, Ridge, _best_penalty, fewshot
@@ -162,6 +163,13 @@ def test_members_are_joined_or_take_part_one_by_one(colours):
     twice = fewshot([dense, dense], [folder_of(colours)], (2,), draws=1, inference=HERE)
     # The mean of two equal regressions.
     assert twice[1].accuracy == twice[2].accuracy == alone[0].accuracy
+
+
+def test_a_wrapped_model_in_half_precision(colours):
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).bfloat16()
+    folders = [folder_of(colours)]
+    expected = fewshot([model], folders, (2,), draws=1, inference=HERE)
+    assert fewshot([AveragedModel(model)], folders, (2,), draws=1, inference=HERE) == expected
 
 
 class Brightness(nn.Module):

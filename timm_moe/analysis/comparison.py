@@ -33,6 +33,8 @@ EXPERIMENTS = Path("output", "train")
 #: The checkpoint of an experiment. train.py chooses model_best.pth.tar by the images of its
 #: validation, so on these its figures would be too good.
 CHECKPOINT = "last.pth.tar"
+#: Endings of files of weights.
+ENDINGS = (".pth.tar", ".pth", ".ckpt", ".safetensors", ".bin")
 #: Name, title, factor, decimals and sign (1: more is better) of what is compared.
 FIGURES = (
     ("accuracy", "top-1, %", 100, 2, 1),
@@ -51,6 +53,8 @@ OF_A_RUN = {
     "data",
     "log_interval",
 }
+#: Name of the epoch, from 1 on, that a checkpoint's weights are of, beside train.py's arguments.
+LAST_EPOCH = "last epoch"
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Measured:
     Attributes:
         run: the run.
         seed: train.py's, or else the last number in the run's name; None if there is neither.
-        options: train.py's arguments, without those of :data:`OF_A_RUN`.
+        options: train.py's arguments, without those of :data:`OF_A_RUN`, and :data:`LAST_EPOCH`.
         figures: accuracy, NLL and ECE, by the names in :data:`FIGURES`.
         right: for each image, whether its class was the most probable one, (N,).
     """
@@ -169,8 +173,9 @@ def _runs_of(argument: str) -> Iterator[tuple[tuple[str, ...], str]]:
         for path in map(Path, found):
             has_checkpoint = path.is_dir() and (path / CHECKPOINT).exists()
             file = path / CHECKPOINT if has_checkpoint else path
-            is_of_experiment = path.name.endswith(".pth.tar") and path.absolute().parent.name
-            place = path.absolute().parent if is_of_experiment else path.absolute()
+            is_file = path.name.endswith(ENDINGS) and not path.is_dir()
+            folder = path.absolute().parent
+            place = folder if is_file and folder.name else path.absolute()
             yield place.parts, str(file)
         if found:
             return
@@ -181,17 +186,25 @@ def _runs_of(argument: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _named(found: Sequence[tuple[tuple[str, ...], str]]) -> list[Run]:
-    """Name runs by the last parts of their paths: as few as make all names different."""
+    """Name runs by the last parts of their paths: as few as make all names different.
+
+    A file has the name of its folder, or its own without its ending if others are in its folder.
+    """
     places = [parts for parts, _ in found]
     paths = [
-        Path(source).absolute().parts if places.count(parts) > 1 else parts
-        for parts, source in found
+        (*parts, _stem(source)) if places.count(parts) > 1 else parts for parts, source in found
     ]
     names = short_names(paths, lambda name: bool(_group(name)))
     return [
         Run(name, source, _group(name) or name)
         for name, (_, source) in zip(names, found, strict=True)
     ]
+
+
+def _stem(file: str) -> str:
+    """Return the name of a file without the ending of weights."""
+    name = Path(file).name
+    return next((name.removesuffix(end) for end in ENDINGS if name.endswith(end)), name)
 
 
 def _group(name: str) -> str:
@@ -226,8 +239,10 @@ def measure_runs(
     measured: list[Measured] = []
     for run in runs:
         (model,), numbered = load_classifiers([run.source], images, spec, use_ema, inference)
-        train_args = getattr(getattr(model, "origin", None), "train_args", {})
-        seed = train_args.get("seed", _last_number(run.name))
+        origin = getattr(model, "origin", None)
+        train_args = getattr(origin, "train_args", {})
+        stated = train_args.get("seed")
+        seed = _last_number(run.name) if stated is None else stated
         for other in measured:
             if other.run.group == run.group and other.seed == seed:
                 raise ValueError(
@@ -240,6 +255,9 @@ def measure_runs(
             right.append(ensemble_log_probabilities(log_p_BMC).argmax(1) == labels)
         result = figures.result()
         options = {name: value for name, value in train_args.items() if name not in OF_A_RUN}
+        epoch = getattr(origin, "epoch", None)
+        if options and type(epoch) is int:
+            options[LAST_EPOCH] = epoch + 1
         found = {name: result[name] for name, *_ in FIGURES}
         measured.append(Measured(run, seed, options, found, torch.cat(right)))
     return measured
@@ -325,6 +343,7 @@ def table(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> It
                 yield f"  {comparison.group} - {comparison.first}: {text}"
     for comparison in comparisons:
         yield from _notes(comparison)
+    yield from unfinished(measured)
     yield from differing_options(groups)
 
 
@@ -352,6 +371,17 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         yield f"{names} have two pairs, from which there is no verdict: train a third seed."
 
 
+def unfinished(measured: Sequence[Measured]) -> Iterator[str]:
+    """Yield a warning for each run whose weights are of an earlier epoch than its last one.
+
+    Cooldown and cycles of the learning rate only add to train.py's --epochs.
+    """
+    for each in measured:
+        last, epochs = each.options.get(LAST_EPOCH), each.options.get("epochs")
+        if type(last) is type(epochs) is int and last < epochs:
+            yield f"Careful: the weights of {each.run.name} are of epoch {last} of {epochs}."
+
+
 def differing_options(groups: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
     """Yield a line on the options that methods differ in, and a warning if runs of one do."""
     for group, runs in groups.items():
@@ -375,6 +405,16 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     if not one or not other:  # an exported folder states none
         return []
     return [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+
+
+def check_drawable(file: str | Path) -> None:
+    """Raise ValueError unless a file's ending is one that matplotlib draws."""
+    from matplotlib.figure import Figure
+
+    endings = Figure().canvas.get_supported_filetypes()
+    if Path(file).suffix.lower().removeprefix(".") not in endings:
+        known = ", ".join(f".{ending}" for ending in sorted(endings))
+        raise ValueError(f"A picture cannot be drawn to {file}: its name must end in {known}.")
 
 
 def plot(measured: Sequence[Measured], comparisons: Sequence[Comparison], file: Path) -> None:

@@ -17,6 +17,7 @@ from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
+from ..convert.blocks import unwrapped
 from ..model_config import get_pretrained_cfg, preprocessing
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
 
@@ -25,9 +26,11 @@ __all__ = [
     "batches",
     "class_names",
     "describe_source",
+    "device_and_type",
     "image_folder",
     "image_mode",
     "load_classifiers",
+    "open_model",
     "short_names",
 ]
 
@@ -37,6 +40,8 @@ Source = nn.Module | str | Path
 
 #: Seconds between two lines on the progress.
 PROGRESS_INTERVAL = 10.0
+#: Beginnings of timm's --dataset for readers that number the classes themselves.
+OTHER_READERS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 
 
 @dataclass(frozen=True)
@@ -45,18 +50,51 @@ class Inference:
 
     batch_size: int = 256  #: images of a forward
     workers: int = 4  #: processes that load images; 0 loads them in this one
-    device: str | None = None  #: by default the GPU if there is one
+    #: by default the GPU if there is one; a model in memory then stays where it is
+    device: str | None = None
     amp_dtype: torch.dtype | None = None  #: type of autocast; by default there is none
 
     def torch_device(self) -> torch.device:
         """Return the device that is stated, or else the GPU, or the CPU if there is none."""
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
-    def autocast(self) -> torch.autocast:
-        """Return a context that runs forwards in ``amp_dtype``; without one it changes nothing."""
+    def autocast(self, x: Tensor) -> torch.autocast:
+        """Return a context for a forward of x in ``amp_dtype``; without one it changes nothing."""
         return torch.autocast(
-            self.torch_device().type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
+            x.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
         )
+
+
+def open_model(
+    source: Source, spec: ModelSpec | None, use_ema: bool, inference: Inference
+) -> nn.Module:
+    """Load the model of a source and move it to the device of ``inference``.
+
+    A model in memory is moved only if a device is stated. Where a wrapper, as of DDP or EMA, hides
+    its number of classes, the model is taken out.
+
+    ``source``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`.
+
+    Raises:
+        ValueError: if it does not state its number of classes; and as ``load_source``.
+    """
+    model = load_source(source, spec, use_ema)
+    if not hasattr(model, "num_classes"):
+        model = unwrapped(model)
+    if not hasattr(model, "num_classes"):
+        raise ValueError(
+            f"This {type(model).__name__} does not state its num_classes, as models of timm do."
+        )
+    stays = isinstance(source, nn.Module) and inference.device is None
+    return model if stays else model.to(inference.torch_device())
+
+
+def device_and_type(model: nn.Module, inference: Inference) -> tuple[torch.device, torch.dtype]:
+    """Return where and what a model's images must be: as its parameters, if it has any."""
+    first = next(filter(torch.is_floating_point, model.parameters()), None)
+    if first is None:
+        return inference.torch_device(), torch.float32
+    return first.device, first.dtype
 
 
 def load_classifiers(
@@ -68,16 +106,16 @@ def load_classifiers(
 ) -> tuple[list[nn.Module], ImageDataset]:
     """Load models, and number the images' classes as they do.
 
-    The models are on the device of ``inference``.
+    ``sources``, ``spec`` and ``use_ema`` go to :func:`open_model`.
 
-    ``sources``, ``spec`` and ``use_ema`` go to :func:`timm_moe.checkpoints.source.load_source`.
     Unless a class map states the order of the classes, it is the one in the first model's config
     (``label_names``), or timm's order of the folders for a model that names none. A warning says if
-    a model names other classes, or was trained with a class map and there is none here.
+    a model names other classes, or was trained with a class map, or on a data set that numbers
+    its classes itself, and there is no class map here.
 
     Raises:
         ValueError: if a model and the images have different numbers of classes, or different
-            numbers for the same class; and as ``load_source``.
+            numbers for the same class; and as ``open_model``.
     """
     inference = inference or Inference()
     models: list[nn.Module] = []
@@ -87,7 +125,7 @@ def load_classifiers(
     for source in sources:
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
-        model, name = load_source(source, spec, use_ema), describe_source(source)
+        model, name = open_model(source, spec, use_ema, inference), describe_source(source)
         args: dict[str, str] = getattr(model, "args_of_images", {})
         if args.get("task") == "multilabel":
             raise ValueError(
@@ -104,8 +142,13 @@ def load_classifiers(
                 f"{name} was trained with the class map {args['class_map']!r}: without it "
                 "(--class-map) the labels may not mean the same."
             )
+        elif args.get("dataset", "").lower().startswith(OTHER_READERS) and not is_stated:
+            _logger.warning(
+                f"{name} was trained on {args['dataset']!r}, which numbers the classes itself: "
+                "without a class map (--class-map) the labels may not mean the same."
+            )
         _compare_classes(known, name, images, order)
-        models.append(model.to(inference.torch_device()))
+        models.append(model)
     return models, images
 
 
@@ -198,14 +241,19 @@ def batches(
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Load all images in order, or those with these indices.
 
-    The batches are (B, C, H, W) for each model, and labels (B,).
+    The batches are (B, C, H, W) for each model, of the device and type of its parameters, and
+    labels (B,).
 
-    The models are in eval mode. Models of the same preprocessing share a loader.
+    The models are in eval mode. Models of the same preprocessing and device share a loader.
 
     Raises:
         ValueError: if an image cannot be read.
     """
-    configs = [(preprocessing(model), image_mode(model)) for model in models]
+    places = [device_and_type(model, inference) for model in models]
+    configs = [
+        (preprocessing(model), image_mode(model), device)
+        for model, (device, _) in zip(models, places, strict=True)
+    ]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
     reader = images.reader if indices is None else chosen(images, indices).reader
     loaders: list[Any] = [
@@ -215,13 +263,17 @@ def batches(
             batch_size=inference.batch_size,
             num_workers=inference.workers,
             persistent_workers=inference.workers > 0,
-            device=inference.torch_device(),
+            device=device,
         )
-        for config, mode in distinct
+        for config, mode, device in distinct
     ]
     with in_eval_mode(models):
         for parts in reading(zip(*loaders, strict=True), Path(reader.root), len(reader), inference):
-            yield [parts[distinct.index(config)][0] for config in configs], parts[0][1]
+            batch = [
+                parts[distinct.index(config)][0].to(dtype)
+                for config, (_, dtype) in zip(configs, places, strict=True)
+            ]
+            yield batch, parts[0][1]
 
 
 def image_mode(model: nn.Module) -> str:

@@ -165,7 +165,7 @@ def predictions(
     for inputs, labels in batches(models, images, inference):
         parts = []
         for model, name, x in zip(models, names, inputs, strict=True):
-            with inference.autocast():
+            with inference.autocast(x):
                 logits = own_members(model, x)
             parts.append(logits.cpu().double().log_softmax(2))
             if parts[-1].isnan().any():

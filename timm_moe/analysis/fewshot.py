@@ -19,8 +19,8 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ..checkpoints.source import ModelSpec, load_source
-from .data import Inference, Source, batches, class_names, describe_source
+from ..checkpoints.source import ModelSpec
+from .data import Inference, Source, batches, class_names, describe_source, open_model
 from .rows import Rows
 
 _logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def fewshot(
     if not shots or min(shots) < 1 or draws < 1:
         raise ValueError(f"shots and draws must be at least 1, got {list(shots)} and {draws}.")
     labels = [_checked_labels(folder, max(shots)) for folder in folders]
-    models = [load_source(source, spec, use_ema).to(inference.torch_device()) for source in sources]
+    models = [open_model(source, spec, use_ema, inference) for source in sources]
     named = [*zip(models, map(describe_source, sources), strict=True)]
     generator = torch.Generator("cpu").manual_seed(seed)
     tables = [
@@ -271,8 +271,9 @@ def _features(
     parts: dict[int, Rows] = defaultdict(Rows)
     labels = Rows()
     for inputs, label in batches([model for model, _ in named], images, inference, indices):
-        with inference.autocast():
-            members = [_member_features(*each, x) for each, x in zip(named, inputs, strict=True)]
+        members = [
+            _member_features(*each, x, inference) for each, x in zip(named, inputs, strict=True)
+        ]
         for number, feature in enumerate(
             feature for of_model in members for feature in of_model.unbind(1)
         ):
@@ -281,12 +282,13 @@ def _features(
     return [part.tensor() for part in parts.values()], labels.tensor()
 
 
-def _member_features(model: Any, name: str, x: Tensor) -> Tensor:
+def _member_features(model: Any, name: str, x: Tensor, inference: Inference) -> Tensor:
     """Return the features (B, M, D) before the classifier."""
-    if hasattr(model, "forward_member_features"):
-        features = model.forward_member_features(x)
-    else:
-        features = model.forward_head(model.forward_features(x), pre_logits=True).unsqueeze(1)
+    with inference.autocast(x):
+        if hasattr(model, "forward_member_features"):
+            features = model.forward_member_features(x)
+        else:
+            features = model.forward_head(model.forward_features(x), pre_logits=True).unsqueeze(1)
     if not features.isfinite().all():
         raise ValueError(f"{name} gives features that are NaN or Inf.")
     return features

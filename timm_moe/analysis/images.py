@@ -139,13 +139,22 @@ def _log_taken(images: FolderImages) -> None:
     odd = [name for name in names if not name or name.startswith(".")]
     if odd:
         parts.append(f"among the classes are {_listed(odd)}")
-    inside = (file[len(root) :].lstrip(os.sep) for file, _ in images.reader.samples)
-    taken = {path.partition(os.sep)[0] for path in inside}
-    others = [_text(name) for name in sorted(os.listdir(root)) if name not in taken]
+    others = [_text(name) for name in _left_out(root, {file for file, _ in images.reader.samples})]
     if others:
         parts.append(f"nothing is taken from {_listed(others)}")
     level = logging.WARNING if odd or others else logging.INFO
     _logger.log(level, f"{root}: {'; '.join(parts)}.")
+
+
+def _left_out(root: str, taken: set[str]) -> list[str]:
+    """List what in a folder gave no image, and what inside of the folders that gave some."""
+    inside = {file[len(root) :].lstrip(os.sep).partition(os.sep)[0] for file in taken}
+    others = sorted(name for name in os.listdir(root) if name not in inside)
+    for name in sorted(inside):
+        for folder, _, files in os.walk(os.path.join(root, name), followlinks=True):  # as timm does
+            paths = (os.path.join(folder, file) for file in sorted(files))
+            others += [os.path.relpath(path, root) for path in paths if path not in taken]
+    return others
 
 
 def _listed(names: Sequence[str]) -> str:

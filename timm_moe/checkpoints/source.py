@@ -385,7 +385,8 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
 
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
     """Keep on the model what train.py was told of its images and timm's config has no place for."""
-    stated = {name: train_args.get(name) for name in ("input_img_mode", "class_map", "task")}
+    names = ("input_img_mode", "class_map", "task", "dataset")
+    stated = {name: train_args.get(name) for name in names}
     kept = {name: value[:200] for name, value in stated.items() if value and isinstance(value, str)}
     model.args_of_images = kept  # type: ignore[assignment]
     mode = kept.get("input_img_mode")

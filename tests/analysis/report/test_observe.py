@@ -3,6 +3,8 @@
 It is compared with the routers' weights applied by hand.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -47,7 +49,7 @@ def test_it_sees_what_evaluate_and_routes_do(name, options, splits):
     )
     for layer, routes in zip(seen.layers, collect_routes(model, images, HERE), strict=True):
         assert layer.name == routes.layer
-        assert torch.equal(layer.routes.count_IME, routes.count_IME)
+        assert torch.equal(layer.routes.counts, routes.counts)
         assert layer.routes.load().sum().item() == pytest.approx(1)
         assert layer.grid == (4, 4)
         assert (
@@ -186,7 +188,7 @@ def test_a_choice_that_a_row_does_not_make_is_no_dropped_one(splits):
     seen = observed(model, splits)
     for layer in seen.layers:
         assert layer.dropped == 0
-        assert int(layer.routes.count_IME.sum()) == 20 * 17
+        assert int(layer.routes.counts.sum()) == 20 * 17
     assert "None of them was dropped" in routing_section(seen).parts[0].text
 
 
@@ -202,6 +204,20 @@ def test_every_member_of_an_ensemble_has_its_patches(splits):
         f"{layer.name}, member 2",
     ]
     assert shown[1]["expert"] == layer.expert_SMP[:, 1].tolist()
+
+
+def test_a_model_of_bfloat16_is_reported(splits, tmp_path):
+    model = make_model("vit_tiny_moe", moe_layers="3").bfloat16()
+    assert write_report([model], image_folder(splits), tmp_path, inference=HERE).exists()
+
+
+def test_experts_are_compared_on_all_of_the_images_whatever_the_batch(splits, ewa_vit):
+    images, model = image_folder(splits), ewa_vit.eval()
+    by_one, together = (
+        expert_similarity(model, images, replace(HERE, batch_size=size)) for size in (1, 16)
+    )
+    for one, other in zip(by_one, together, strict=True):
+        torch.testing.assert_close(one.outputs_EE, other.outputs_EE)
 
 
 def test_experts_that_are_alike_are_called_so(splits, ewa_vit):

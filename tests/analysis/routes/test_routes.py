@@ -90,6 +90,17 @@ def test_shares_are_those_of_the_largest_logits(splits, name, options, unit):
         assert not router._forward_hooks
 
 
+def test_capacities_are_off_so_that_routes_do_not_depend_on_the_batch(splits):
+    model = make_model("vit_tiny_moe", num_experts=3, eval_capacity_factor=0.5)
+    images = image_folder(splits)
+    by_one, in_batches = (
+        collect_routes(model, images, replace(HERE, batch_size=size)) for size in (1, 7)
+    )
+    for one, other in zip(by_one, in_batches, strict=True):
+        assert torch.equal(one.counts, other.counts)
+    assert {layer.router.eval_capacity_factor for layer in moe_layers(model).values()} == {0.5}
+
+
 def test_watching_noisy_routers_changes_nothing_and_sees_the_choices_that_were_made():
     options = dict(num_experts=4, moe_layers="1,3", ensemble="tiling", noise_std=8.0)
     model = make_model("vmoe_pbe_s32", **options, eval_capacity_factor=0.3)
@@ -141,7 +152,7 @@ def test_pixels_that_are_apart_are_no_members(tmp_path):
     folder = write_images(tmp_path, {"val": 2}, CLASSES)
     for routes in collect_routes(model, image_folder(folder), HERE):
         assert routes.members == 1
-        assert routes.count_IME.sum(2).unique().numel() == 1  # each image has as many rows
+        assert routes.counts.sum(2).unique().numel() == 1  # each image has as many rows
 
 
 def test_a_layer_that_is_called_twice_has_two_panels(splits):
@@ -153,7 +164,7 @@ def test_a_layer_that_is_called_twice_has_two_panels(splits):
         "blocks.2.mlp",
         "blocks.1.mlp (call 2)",
     ]
-    assert not torch.equal(all_routes[0].count_IME, all_routes[2].count_IME)
+    assert not torch.equal(all_routes[0].counts, all_routes[2].counts)
     assert summarize_all(all_routes, 0.1)["routing_degree"] == 4**3
 
 
@@ -224,6 +235,38 @@ def test_mutual_information_by_chance_is_that_of_a_router_that_ignores_classes()
     assert chance == pytest.approx(19 * 3 / (2 * 200), rel=0.3)
     assert abs(information - chance) < 0.05
     assert not summary["kept"]
+
+
+def of_patches(experts_IP, labels_IP):
+    counts = nn.functional.one_hot(torch.tensor(experts_IP), 4).unsqueeze(2)
+    return Routes("layer", 1, 4, counts, torch.tensor(labels_IP), ["a", "b", "c", "d", "e"])
+
+
+def test_by_chance_the_patches_of_an_image_stay_together():
+    """Of images that go anywhere the patches say no more of the classes than the images do."""
+    random = np.random.default_rng(0)
+    experts = random.integers(0, 4, 30).tolist()
+    images = made_up(experts, 4, [number % 5 for number in range(30)])
+    patches = of_patches(
+        [16 * [expert] for expert in experts], [16 * [number % 5] for number in range(30)]
+    )
+    assert patches.class_information() == pytest.approx(images.class_information())
+    chance = patches.class_information_by_chance()
+    assert chance == pytest.approx(images.class_information_by_chance())
+    assert abs(patches.class_information() - chance) < 0.05
+
+
+def test_a_patch_without_a_class_may_have_one_by_chance():
+    """Places of patches that have no class move with their image."""
+    labels, experts = [[-1, 0, 1], [0, 0, 1]], [[0, 1, 2], [1, 1, 2]]
+    here, there = of_patches(experts, labels), of_patches(experts, labels[::-1])
+    assert here.class_information() == pytest.approx(1)
+    assert there.class_information() < 0.9
+    possible = [
+        (number * here.class_information() + (10 - number) * there.class_information()) / 10
+        for number in range(1, 10)
+    ]
+    assert any(here.class_information_by_chance() == pytest.approx(value) for value in possible)
 
 
 def test_which_layers_are_kept():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from timm_moe import moe_layers
-from timm_moe.analysis.data import Inference
+from timm_moe.analysis.data import Inference, image_bytes
 from timm_moe.analysis.routes.segmentation import MaskedImages, majority_labels, pair_files
 from timm_moe.analysis.routes.statistics import collect_patch_routes, summarize
 from timm_moe.callbacks import export_moe
@@ -126,12 +126,27 @@ def test_patches_are_counted_by_their_label(masked, name, options, members):
     assert patches < len(images) * model.patch_embed.num_patches
     assert routes.layer == path
     assert routes.classes == NAMES
-    assert routes.count_IME.sum() == expected.sum()
+    torch.testing.assert_close(routes.load(), expected.sum(0) / expected.sum())
     torch.testing.assert_close(
         routes.share_CE(), expected / expected.sum(1, keepdim=True).clamp(min=1)
     )
     assert summarize(routes, 0.1)["experts_per_image"] == pytest.approx(np.mean(different))
-    assert (routes.images(), len(routes.labels)) == (len(images), patches)
+    assert (routes.images(), routes.patches()) == (len(images), patches)
+
+
+def test_grey_images(masked):
+    """The config of the weights has a mean for each of three channels; timm averages them."""
+    model = backbone(routing_unit="token", in_chans=1)
+    config = preprocessing(model)
+    assert config["mean"] == pytest.approx([np.mean(model.pretrained_cfg["mean"])])
+    images = masked_images(masked, model)
+    assert collect_patch_routes(model, images, HERE)[0].images() == 4
+    image, labels = images[0]
+    known = labels != VOID
+    shown = image_bytes(image[None], model)[0]
+    assert shown.shape[0] == 3
+    for channel in shown:
+        assert ((channel / 80).round() == labels)[known].float().mean() > 0.9
 
 
 def command(masked, model, *options):
@@ -157,10 +172,10 @@ def test_the_command(masked, capsys):
     assert main(command(masked, model, *options)) == 0
     routes = collect_patch_routes(model, masked_images(masked, model), HERE)
     assert (
-        f"images 4, patches {len(routes[0].labels)}, experts of an image" in capsys.readouterr().out
+        f"images 4, patches {routes[0].patches()}, experts of an image" in capsys.readouterr().out
     )
     written = json.loads((masked / "out/routes.json").read_text())
-    assert (written["images"], written["patches"]) == (4, len(routes[0].labels))
+    assert (written["images"], written["patches"]) == (4, routes[0].patches())
     assert (written["segmentation"], written["ignore_index"], written["split"]) == (
         str(masked / "masks"),
         VOID,

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from timm.data import ImageDataset
 from torch import nn
 
@@ -83,7 +84,9 @@ def write_report(
     ]
     described = [
         model_section(
-            model, measure(copy.deepcopy(model).to("meta"), name), find_history(source, model)
+            model,
+            measure(copy.deepcopy(model).to("meta", torch.float32), name),
+            find_history(source, model),
         )
         for source, name, model in zip(sources, architectures, models, strict=True)
     ]

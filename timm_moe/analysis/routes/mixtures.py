@@ -177,7 +177,7 @@ def collect_mixtures(
     first: list[Tensor] = []
     with RouterWatcher(mixing_layers(model)) as watcher:
         for (x,), labels in batches([model], images, inference):
-            with inference.autocast():
+            with inference.autocast(x):
                 model(x)
             add_calls(mixtures, watcher.end_batch(labels.cpu()), model, x, [] if first else [0])
             first = first or [image_bytes(x[:1], model)[0]]

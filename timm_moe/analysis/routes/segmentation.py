@@ -160,7 +160,7 @@ class MaskedImages(Dataset):
         return str(number) if self.classes is None else self.classes[number]
 
     def batches(self, inference: Inference) -> Iterator[tuple[Tensor, Tensor]]:
-        """Load all pairs in order: images (B, C, H, W) on the device, labels (B, H, W).
+        """Load all pairs in order: images (B, C, H, W) and labels (B, H, W).
 
         Raises:
             ValueError: if a file is damaged, the sizes of a pair differ, a mask has several
@@ -172,8 +172,7 @@ class MaskedImages(Dataset):
             " x ".join(map(str, self.size)),
         )
         loader = DataLoader(self, inference.batch_size, num_workers=inference.workers)
-        for images, labels in reading(loader, self.root, len(self), inference):
-            yield images.to(inference.torch_device()), labels
+        yield from reading(loader, self.root, len(self), inference)
 
 
 def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...convert.blocks import moe_layers
 from ...layers import MoeMlp, Routing
 from ...timm_classes import is_from
-from ..data import Inference, batches, class_names, in_eval_mode
+from ..data import Inference, batches, class_names, device_and_type, in_eval_mode
 from ..rows import Rows
 from .segmentation import MaskedImages, majority_labels
 
@@ -127,15 +127,13 @@ class RouterWatcher(ExitStack):
                 f"Most pixels of every patch have the label {ignore_index}, so no patch has a "
                 "class."
             )
-        present, labels = numbers[known].unique(return_inverse=True)
+        present, indices = numbers[known].unique(return_inverse=True)
+        labels = torch.full_like(numbers, -1).masked_scatter(known, indices)
         classes = [class_name(number) for number in present.tolist()]
-        image_I = known.nonzero()[:, 0] if numbers.ndim == 2 else None
         routes = []
         for call, counts in zip(self._calls, self._counts, strict=True):
             top_k, degree = call.chosen_TK.shape[1], call.layer.router.routing_degree()
-            routes.append(
-                Routes(call.name, top_k, degree, counts.tensor()[known], labels, classes, image_I)
-            )
+            routes.append(Routes(call.name, top_k, degree, counts.tensor(), labels, classes))
         return routes
 
     def _count(self, call: RouterCall, labels: Tensor) -> Tensor:
@@ -191,26 +189,25 @@ class Routes:
     layer: str  #: name of the call
     top_k: int  #: experts of each row
     degree: int  #: number of sets of experts that a row can go to
-    #: choices of each image's rows for each expert; with labels of pixels an entry is a patch
-    count_IME: Tensor
-    labels: Tensor  #: (I,) class of each image, or patch, as an index of ``classes``
+    #: choices of each image's rows for each expert, (I, M, E), or of each patch, (I, P, M, E)
+    counts: Tensor
+    #: class of each image, (I,), or patch, (I, P), as an index of ``classes``; -1 is none
+    labels: Tensor
     classes: Sequence[str]  #: names of the classes that are there
-    #: (I,) number of the image that a patch is of; None where the entries are images
-    image_I: Tensor | None = None
 
     @property
     def members(self) -> int:
         """Number of members of an ensemble inside the model; 1 without."""
-        return self.count_IME.shape[1]
+        return self.counts.shape[-2]
 
     @property
     def experts(self) -> int:
         """Number of experts of the layer."""
-        return self.count_IME.shape[2]
+        return self.counts.shape[-1]
 
     def load(self) -> Tensor:
         """Return the share of all choices that went to each expert, (E,)."""
-        count_E = self.count_IME.sum((0, 1)).double()
+        count_E = self._count_MCE(self.labels).sum((0, 1))
         return count_E / count_E.sum().clamp(min=1)
 
     def share_CE(self) -> Tensor:
@@ -219,16 +216,18 @@ class Routes:
         return count_CE / count_CE.sum(1, keepdim=True).clamp(min=1)
 
     def images(self) -> int:
-        """Return the number of images."""
-        return len(self.labels if self.image_I is None else self.image_I.unique())
+        """Return the number of images that have a class, or a patch with one."""
+        return int((self.labels >= 0).view(len(self.labels), -1).any(1).sum())
+
+    def patches(self) -> int:
+        """Return the number of patches, or images, that have a class."""
+        return int((self.labels >= 0).sum())
 
     def experts_per_image(self) -> float:
         """Return the mean number of different experts that the rows of an image go to."""
-        used_IE = (self.count_IME > 0).any(1).int()
-        if self.image_I is not None:
-            image_I = self.image_I.unique(return_inverse=True)[1]
-            used_IE = used_IE.new_zeros(self.images(), self.experts).index_add_(0, image_I, used_IE)
-        return (used_IE > 0).sum(1).double().mean().item()
+        used = (self.counts > 0).any(-2) & (self.labels >= 0).unsqueeze(-1)
+        used_IE = used.view(len(used), -1, self.experts).any(1)
+        return used_IE.sum().item() / self.images()
 
     def mutual_information(self) -> float:
         """Return I(class; expert) in nats, the mean over the members."""
@@ -246,17 +245,21 @@ class Routes:
         return self._information(self.labels)[1]
 
     def class_information_by_chance(self) -> float:
-        """Return the mean :meth:`class_information` of shuffled labels: a permutation test."""
+        """Return the mean :meth:`class_information` of shuffled labels: a permutation test.
+
+        The patches of an image are alike, so their labels stay together, each at its place. What
+        has no class after the shuffle is left out.
+        """
         generator = torch.Generator().manual_seed(0)
         orders = [torch.randperm(len(self.labels), generator=generator) for _ in range(SHUFFLES)]
         return sum(self._information(self.labels[order])[1] for order in orders) / SHUFFLES
 
     def _count_MCE(self, labels: Tensor) -> Tensor:
         count_MCE = torch.zeros(self.members, len(self.classes), self.experts, dtype=torch.double)
-        for labels_I, count_IME in zip(
-            labels.split(_AT_ONCE), self.count_IME.split(_AT_ONCE), strict=True
-        ):
-            count_MCE.index_add_(1, labels_I, count_IME.transpose(0, 1).double())
+        parts = labels.flatten().split(_AT_ONCE), self.counts.flatten(0, -3).split(_AT_ONCE)
+        for label, count in zip(*parts, strict=True):
+            known = label >= 0
+            count_MCE.index_add_(1, label[known], count[known].transpose(0, 1).double())
         return count_MCE
 
     def _information(self, labels: Tensor) -> tuple[float, float]:
@@ -273,7 +276,7 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference)
     """Run a model on images and count the choices of its routers, in the order of their calls.
 
     The model is from :func:`timm_moe.analysis.data.load_classifiers`. A token is of the class of
-    its image.
+    its image. Capacities are off.
 
     Raises:
         ValueError: if the model has no expert layers, or none with a router that depends on the
@@ -300,8 +303,10 @@ def collect_patch_routes(
     """
     prefix: Any = model.num_prefix_tokens
     grid: Any = model.get_submodule("patch_embed").grid_size
+    place = device_and_type(model, inference)
     of_patches = (
-        (x, majority_labels(labels_BHW, grid)) for x, labels_BHW in images.batches(inference)
+        (x.to(*place), majority_labels(labels_BHW, grid))
+        for x, labels_BHW in images.batches(inference)
     )
     with in_eval_mode([model]):
         return _watch(model, of_patches, inference, prefix).routes(
@@ -316,9 +321,12 @@ def _watch(
     inference: Inference,
     prefix: int = 0,
 ) -> RouterWatcher:
-    with RouterWatcher(routed_layers(model), prefix) as watcher:
+    layers = routed_layers(model)
+    with RouterWatcher(layers, prefix) as watcher:
+        for layer in layers.values():
+            watcher.enter_context(layer.router.dropping_nothing())
         for x, labels in labelled:
-            with inference.autocast():
+            with inference.autocast(x):
                 model(x)
             watcher.end_batch(labels)
     return watcher
@@ -380,7 +388,7 @@ def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, A
     first = all_routes[0]
     return {
         "images": first.images(),
-        **({} if first.image_I is None else {"patches": len(first.labels)}),
+        **({"patches": first.patches()} if first.labels.ndim == 2 else {}),
         "layers": layers,
         "experts_per_image": sum(layer["experts_per_image"] for layer in layers),
         "routing_degree": math.prod(routes.degree for routes in all_routes),

@@ -66,7 +66,7 @@ def _load_part(layers: Sequence[LayerObservation]) -> Part:
     choices = sum(
         layer.routes.images() * layer.routes.top_k * layer.routes.members
         if layer.by_image
-        else int(layer.routes.count_IME.sum())
+        else int(layer.routes.counts.sum())
         for layer in layers
     )
     dropped = sum(layer.dropped for layer in layers)

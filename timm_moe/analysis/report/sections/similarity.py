@@ -3,6 +3,7 @@
 Shape suffixes: T rows, D width, E experts.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,11 +48,10 @@ def expert_similarity(
     """Compare the experts of each layer of a model on the rows that some of the images give it."""
     layers = moe_layers(model)
     some = range(0, len(images), max(1, len(images) // IMAGES))[:IMAGES]
-    rows: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = defaultdict(list)  # of all batches
 
     def keep(path: str, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x_TD = inputs[0].reshape(-1, inputs[0].shape[-1])
-        rows.setdefault(path, x_TD[:: max(1, len(x_TD) // ROWS)][:ROWS])
+        rows[path].append(inputs[0].reshape(-1, inputs[0].shape[-1]))
 
     similarities = []
     with in_eval_mode([model]), ExitStack() as hooks:
@@ -64,9 +64,9 @@ def expert_similarity(
             weights_ED = torch.cat(
                 [tensor.float().reshape(layer.num_experts, -1) for tensor in stacked], 1
             )
-            outputs = [
-                _output(layer, expert, rows[path]).float() for expert in range(layer.num_experts)
-            ]
+            x_TD = torch.cat(rows[path])
+            x_TD = x_TD[:: max(1, len(x_TD) // ROWS)][:ROWS]
+            outputs = [_output(layer, expert, x_TD).float() for expert in range(layer.num_experts)]
             cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
             similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
     return similarities
