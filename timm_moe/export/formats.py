@@ -31,6 +31,7 @@ from ..model_config import (
     model_input_size,
     records_arguments,
     set_pretrained_cfg,
+    shown,
     untold_args,
 )
 from ..quick_init import quick_init
@@ -250,10 +251,16 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     if isinstance(names, dict):  # by number
         names = [names.get(number, names.get(str(number))) for number in range(len(names))]
     try:
-        return _checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
+        labels = _checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
     except ValueError as error:
         _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}
+    if getattr(model, "origin", None) is None:  # A model in memory may have a new classifier.
+        _logger.warning(
+            f"The names of classes are those in the config of this {type(model).__name__}, "
+            f"{shown(names)}: state label_names if it was trained on others."
+        )
+    return labels
 
 
 def _checked_labels(
