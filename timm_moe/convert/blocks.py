@@ -108,12 +108,16 @@ def described(layers: Iterable[MoeMlp]) -> str:
     each = list(layers)
     paths = [layer.path or "an expert layer" for layer in each]
     where = paths[0] if len(each) == 1 else f"each of {len(each)} layers, {paths[0]} to {paths[-1]}"
-    numbers = "/".join(map(str, sorted({layer.num_experts for layer in each})))
     router = each[0].router
     options = router.extra_repr()
     routed = f"{type(router).__name__}({options})" if options else type(router).__name__
     shared = " and a shared one" if isinstance(each[0], SharedExpertMlp) else ""
-    return f"{numbers} experts{shared} in {where}, by {routed}."
+    return f"{numbers_of_experts(each)} experts{shared} in {where}, by {routed}."
+
+
+def numbers_of_experts(layers: Iterable[MoeMlp]) -> str:
+    """Write the different numbers of experts that layers have, as ``"4/8"``."""
+    return "/".join(map(str, sorted({layer.num_experts for layer in layers})))
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
