@@ -173,6 +173,24 @@ def test_changes_that_timm_notes_are_those_of_the_dense_model(tmp_path, name):
         torch.testing.assert_close(loaded(images), dense(images), rtol=0, atol=0)
 
 
+def test_a_classifier_that_was_replaced_gets_its_remedy(ewa_vit, tmp_path):
+    ewa_vit.head = torch.nn.Linear(32, 7)
+    remedy = r"head has 7 outputs, but .*num_classes is 5: .*reset_classifier\(7\), or set .* = 7"
+    with pytest.raises(ValueError, match=remedy):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    ewa_vit.num_classes = 7
+    assert timm_moe.export_dense(ewa_vit, tmp_path / "vit").largest_difference == 0
+
+
+def test_a_feature_extractor_is_refused_before_the_work(tmp_path, monkeypatch):
+    model = timm.create_model("vit_tiny_ewa_moe", features_only=True, **SMALL_VIT)
+    monkeypatch.setattr(export_module, "to_dense_", lambda *args: pytest.fail("It was gathered."))
+    for write in (timm_moe.export_dense, export_moe):
+        with pytest.raises(ValueError, match=r"FeatureGetterNet .*state_dict\(\), .*to_dense"):
+            write(model, tmp_path / "vit")
+    assert timm_moe.to_dense(model).state_dict()
+
+
 def test_parameters_keep_their_types(ewa_vit, tmp_path):
     ewa_vit.bfloat16().head.float()
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
