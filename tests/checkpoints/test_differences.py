@@ -84,6 +84,24 @@ def test_another_kind_of_model_is_no_question_of_its_classifier(tmp_path):
     assert "num_classes=0" in problem(tmp_path / "b.pth", model)
 
 
+@pytest.mark.parametrize("prefix", ["student.", "_forward_module.model.", "model.model."])
+def test_a_prefix_of_all_names_is_told(tmp_path, prefix):
+    file, weights = tmp_path / "a.pth", make_model(EWA).state_dict()
+    torch.save({f"{prefix}{name}": tensor for name, tensor in weights.items()}, file)
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        load_source(file, ModelSpec(EWA, 5, OPTIONS))
+    assert f"all names in the file begin with {prefix}, none in the model" in str(caught.value)
+
+
+def test_blocks_that_were_compiled_are_read(tmp_path):
+    model, file = make_model(EWA), tmp_path / "a.pth"
+    model.blocks[1] = torch.compile(model.blocks[1])
+    save_as_train_py(file, model, EWA)
+    loaded = load_source(file).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name.replace("_orig_mod.", "")], tensor)
+
+
 def test_arguments_of_deits_trainer_state_the_side_of_an_image(tmp_path):
     file = tmp_path / "a.pth"
     args = argparse.Namespace(model="deit", input_size=32, nb_classes=5, opt="adamw")

@@ -120,6 +120,13 @@ def test_a_model_converted_in_memory(dense_vit, images, tmp_path):
 def test_wrapped_and_compiled_models(ewa_vit, tmp_path):
     compiled = torch.compile(ewa_vit, backend="eager")
     assert timm_moe.export_dense(compiled, tmp_path / "vit").largest_difference == 0
+    for number, block in enumerate(ewa_vit.blocks):
+        ewa_vit.blocks[number] = torch.compile(block, backend="eager")
+    assert timm_moe.export_dense(ewa_vit, tmp_path / "parts").largest_difference == 0
+    export_moe(ewa_vit, tmp_path / "moe", OPTIONS)
+    names = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).state_dict().keys()
+    assert timm_moe.to_dense(ewa_vit).state_dict().keys() == names
+    assert "_orig_mod" in str(ewa_vit.state_dict().keys())  # the caller's is what it was
 
 
 def test_low_precision_and_other_inputs(tmp_path):

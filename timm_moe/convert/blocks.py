@@ -217,9 +217,14 @@ def copy_sharing_tensors(model: ModelT) -> ModelT:
 def copied(model: ModelT, memo: dict[int, Any]) -> ModelT:
     """Copy a module, but not the objects in ``memo``, which maps ids to what is taken instead.
 
-    The copy is without the autocast that Accelerate puts around a model's forward.
+    The copy is without the autocast that Accelerate puts around a model's forward, and its parts
+    are not compiled, so that its weights have their own names.
     """
     model = copy.deepcopy(model, memo)
     if vars(model).pop("_original_forward", None):
         del model.forward
+    for module in list(model.modules()):
+        for name, part in list(module._modules.items()):
+            if hasattr(part, "_orig_mod"):  # of torch.compile
+                setattr(module, name, unwrapped(part))
     return model
