@@ -5,8 +5,8 @@ usual ones show in the weights: how many blocks there are, which of them have ex
 and the sizes of image, patch and token.
 """
 
+import itertools
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -45,8 +45,9 @@ def explain(held: Weights, expected: Weights, classifiers: Iterable[str]) -> lis
 
 def _of_prefix(held: Weights, expected: Weights) -> Iterator[str]:
     """Compare the beginnings of the names, which another trainer may have put before them."""
-    common = os.path.commonprefix(list(held))
-    prefix = common[: common.rfind(".") + 1]
+    levels = zip(*(name.split(".")[:-1] for name in held), strict=False)
+    common = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
+    prefix = "".join(f"{level[0]}." for level in common)
     if prefix and not any(name.startswith(prefix) for name in expected):
         yield f"all names in the file begin with {shown_name(prefix)}, none in the model"
 

@@ -283,8 +283,9 @@ class ExpertWeightAveraging:
         course = "by a function" if callable(schedule) else f"{rate:g}, schedule {schedule}"
         after = f", continuing after update {self.updates}" if self.updates else ""
         _logger.info(
-            f"EWA: averaging the {numbers_of_experts(layers)} experts of {len(layers)} layers after every optimizer "
-            f"step, share rate {course}, over {self.total_updates} updates{after}."
+            f"EWA: averaging the {numbers_of_experts(layers)} experts of {len(layers)} layers "
+            f"after every optimizer step, share rate {course}, over {self.total_updates} "
+            f"updates{after}."
         )
 
     @classmethod
