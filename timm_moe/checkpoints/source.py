@@ -100,7 +100,8 @@ class Origin:
 
     place: str  #: path of the file or folder, or ``hf-hub:`` name
     folder: Path | None = None  #: the folder, if it is one
-    train_args: dict[str, Any] = field(default_factory=dict)  #: train.py's arguments
+    #: train.py's arguments; empty if it did not write the file
+    train_args: dict[str, Any] = field(default_factory=dict)
     epoch: Any = None
     metric: Any = None  #: that train.py measured at this epoch
     ema: bool = False  #: whether these are the EMA weights
