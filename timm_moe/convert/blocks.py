@@ -223,8 +223,8 @@ def copied(model: ModelT, memo: dict[int, Any]) -> ModelT:
     model = copy.deepcopy(model, memo)
     if vars(model).pop("_original_forward", None):
         del model.forward
-    for module in list(model.modules()):
-        for name, part in list(module._modules.items()):
-            if hasattr(part, "_orig_mod"):  # of torch.compile
-                setattr(module, name, unwrapped(part))
+    for part in list(model.modules()):
+        for name, child in list(part._modules.items()):
+            if hasattr(child, "_orig_mod"):  # of torch.compile
+                setattr(part, name, unwrapped(child))
     return model
