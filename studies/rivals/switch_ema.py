@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from timm_moe.training.optimizers import is_skipped
-from timm_moe.training.placement import local_part
+from timm_moe.training.weight_average import local_part
 from timm_moe.training.wrapped_optimizers import with_hooks
 
 

@@ -7,8 +7,13 @@ import pytest
 import timm
 import torch
 from common import OPTIONS, SMALL_VIT, make_model, save_as_train_py
+from families import SMALL
+from timm.data import IMAGENET_DEFAULT_MEAN, resolve_data_config
 
+import timm_moe
 from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.export import push_moe
+from timm_moe.model_config import model_input_size
 
 EWA = "vit_tiny_ewa_moe"
 
@@ -79,6 +84,24 @@ def test_another_kind_of_model_is_no_question_of_its_classifier(tmp_path):
     assert "num_classes=0" in problem(tmp_path / "b.pth", model)
 
 
+@pytest.mark.parametrize("prefix", ["student.", "_forward_module.model.", "model.model."])
+def test_a_prefix_of_all_names_is_told(tmp_path, prefix):
+    file, weights = tmp_path / "a.pth", make_model(EWA).state_dict()
+    torch.save({f"{prefix}{name}": tensor for name, tensor in weights.items()}, file)
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        load_source(file, ModelSpec(EWA, 5, OPTIONS))
+    assert f"all names in the file begin with {prefix}, none in the model" in str(caught.value)
+
+
+def test_blocks_that_were_compiled_are_read(tmp_path):
+    model, file = make_model(EWA), tmp_path / "a.pth"
+    model.blocks[1] = torch.compile(model.blocks[1])
+    save_as_train_py(file, model, EWA)
+    loaded = load_source(file).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name.replace("_orig_mod.", "")], tensor)
+
+
 def test_arguments_of_deits_trainer_state_the_side_of_an_image(tmp_path):
     file = tmp_path / "a.pth"
     args = argparse.Namespace(model="deit", input_size=32, nb_classes=5, opt="adamw")
@@ -108,10 +131,12 @@ def test_what_weights_do_not_show_is_told(tmp_path, caplog):
     caplog.set_level("INFO", "timm_moe")
     file = tmp_path / "a.pth"
     torch.save(make_model("vit_tiny_moe", top_k=2).state_dict(), file)
-    load_source(file, ModelSpec("vit_tiny_moe", 5, OPTIONS))
+    load_source(file, ModelSpec("vit_tiny_moe", 5, {**OPTIONS, "expert_dropout": 0.1}))
     assert "how its routers choose" in caplog.text
     assert "top_k=1" in caplog.text
     caplog.clear()
+    load_source(file, ModelSpec("vit_tiny_moe", 5, {**OPTIONS, "top_k": 2}))
+    assert "how its routers choose" not in caplog.text
     save_as_train_py(file, make_model("vit_tiny_moe"), "vit_tiny_moe")
     load_source(file)
     assert "how its routers choose" not in caplog.text
@@ -136,3 +161,61 @@ def test_arguments_of_train_py_may_be_a_dict(tmp_path):
     model = make_model("vit_tiny_moe", top_k=2)
     torch.save({"state_dict": model.state_dict(), "args": args}, file)
     assert load_source(file).blocks[1].mlp.router.top_k == 2
+
+
+def test_another_trainers_arguments_do_not_describe_the_model(tmp_path, caplog):
+    """They have no place for the options of its routers, nor for its images."""
+    model = make_model("vit_tiny_moe", top_k=2)
+    args = argparse.Namespace(model="vit_tiny_moe", nb_classes=5, input_size=32, lr=1e-3)
+    content = {"model": model.state_dict(), "epoch": 29, "args": args}
+    told = []
+    for file in (tmp_path / "a.pth", tmp_path / "b.pth"):
+        torch.save(content, file)
+        caplog.clear()
+        loaded = load_source(file, ModelSpec("vit_tiny_moe", 5, OPTIONS))
+        told.append([text.replace(str(file), "") for text in caplog.messages])
+        content.pop("args", None)
+    assert told[0] == told[1]
+    assert [" does not say how " in text for text in told[0]] == [True, True]
+    card = push_moe(
+        tmp_path / "a.pth", "user/vit", dry_run=True, spec=ModelSpec(None, 5, OPTIONS)
+    ).card
+    assert "train.py" not in card
+    assert loaded.blocks[1].mlp.router.top_k == 1
+
+
+def test_a_models_name_without_a_tag_takes_that_of_the_file(tmp_path, caplog):
+    """The tag names the weights, and so the preprocessing, with which training began."""
+    name = "vit_small_ewa_moe"
+    stated = dict(pretrained=True, model_kwargs=OPTIONS)
+    file = save_as_train_py(tmp_path / "a.pth", make_model(name), f"{name}.dino", **stated)
+    for spec in (None, ModelSpec(name)):
+        assert load_source(file, spec).pretrained_cfg["mean"] == IMAGENET_DEFAULT_MEAN
+        card = push_moe(file, "user/vit", dry_run=True, spec=spec).card
+        assert "base_model: timm/vit_small_patch16_224.dino" in card
+    assert " is taken." not in caplog.text
+    other = load_source(file, ModelSpec(f"{name}.augreg_in1k"))
+    assert other.pretrained_cfg["mean"] == (0.5,) * 3
+    assert f"model is {name}.dino; {name}.augreg_in1k is taken." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_base_patch16_clip_384_ewa_moe.laion2b_ft_in1k", OPTIONS),  # squashes images
+        ("edgenext_xx_small_ewa_moe", SMALL["edgenext_xx_small"]),  # is tested at a larger size
+    ],
+)
+def test_images_are_prepared_as_train_py_evaluates(tmp_path, name, options):
+    """Its evaluation crops the centre at the size of the training, also by validate.py then."""
+    model = timm.create_model(name, num_classes=5, **options)
+    of_train_py = {**resolve_data_config({}, model=model), "crop_mode": "center"}
+    of_train_py["input_size"] = model_input_size(model)
+    file = save_as_train_py(tmp_path / "a.pth", model, name, model_kwargs=options)
+    timm_moe.export_dense(file, tmp_path / "vit")
+    exported = timm.create_model(f"local-dir:{tmp_path / 'vit'}")
+    of_validate_py = resolve_data_config({}, model=exported, use_test_size=True)
+    for entry in ("input_size", "interpolation", "crop_pct", "crop_mode"):
+        assert of_validate_py[entry] == of_train_py[entry], entry
+    spec = ModelSpec(preprocessing=dict(crop_mode="border"))
+    assert load_source(file, spec).pretrained_cfg["crop_mode"] == "border"

@@ -317,7 +317,7 @@ def test_an_image_size_that_a_file_makes_up(ewa_vit, tmp_path, stated, message):
 
 def test_an_image_size_of_training_alone(ewa_vit, tmp_path):
     file = save_as_train_py(tmp_path / "a.pth", ewa_vit, "vit_tiny_ewa_moe", img_size=96)
-    with pytest.raises(ValueError, match=r"train\.py .*96x96"):
+    with pytest.raises(ValueError, match=r"trainer's arguments .*96x96"):
         load_source(file)
 
 
@@ -332,9 +332,9 @@ def test_preprocessing_is_told_with_its_origin(ewa_vit, tmp_path, capsys, caplog
     options = ["--mean", "0.1", "0.2", "0.3", "--crop-pct", "0.7", "--interpolation", "bilinear"]
     assert main(["export", str(file), str(tmp_path / "out"), *options]) == 0
     (told,) = [text for text in caplog.messages if text.startswith("Images for")]
-    assert "input_size 3 32 32, std 0.2 0.2 0.2 (train.py's arguments)" in told
+    assert "input_size 3 32 32, std 0.2 0.2 0.2 (its trainer's arguments)" in told
     assert "interpolation bilinear, mean 0.1 0.2 0.3, crop_pct 0.7 (stated)" in told
-    assert "crop_mode center (the config of vit_tiny_ewa_moe)" in told
+    assert "crop_mode center (as train.py evaluates)" in told
     assert not warnings(caplog)
     cfg = json.loads((tmp_path / "out/config.json").read_text())["pretrained_cfg"]
     assert (cfg["mean"], cfg["std"], cfg["crop_pct"]) == ([0.1, 0.2, 0.3], [0.2] * 3, 0.7)

@@ -14,6 +14,7 @@ from torch import nn
 
 import timm_moe
 from timm_moe.convert.blocks import select_blocks
+from timm_moe.layers import MoeMlp
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,21 @@ def test_other_families_convert_in_memory(arch):
     timm_moe.convert_to_moe(model, num_experts=2)
     assert torch.equal(model(x), expected)
     assert torch.equal(timm_moe.to_dense(model)(x), expected)
+
+
+def test_a_layer_that_two_networks_share_stays_shared(dense_vit, caplog):
+    """Experts of each would have a copy of its own. Blocks may share a whole network."""
+    blocks = dense_vit.blocks
+    blocks[3].mlp.fc1 = blocks[1].mlp.fc1
+    size = sum(parameter.numel() for parameter in dense_vit.parameters())
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp, .*also called blocks\.3\.mlp\.fc1\."):
+        timm_moe.convert_to_moe(dense_vit, moe_layers="1")
+    dense = timm_moe.to_dense(timm_moe.convert_to_moe(dense_vit, moe_layers="tail-2"))
+    assert "Left as it is: blocks.1.mlp, " in caplog.text
+    assert sum(parameter.numel() for parameter in dense.parameters()) == size
+    blocks[3].mlp = blocks[1].mlp
+    timm_moe.convert_to_moe(dense_vit, moe_layers="1")
+    assert isinstance(blocks[3].mlp, MoeMlp)
 
 
 def test_to_dense_is_the_mean_of_the_experts_and_shares_nothing(ewa_vit, images):

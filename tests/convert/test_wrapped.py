@@ -138,3 +138,14 @@ def test_layers_of_two_conversions_are_one_set():
         **dense.blocks[1]._forward_pre_hooks,
     }
     assert vars(dense).keys() == vars(vit()).keys()
+
+
+def test_a_model_that_was_converted_inside_another_is_dense_as_a_whole():
+    """Nothing of this package is left in it, which torch.save would name and TorchScript calls."""
+    outer = timm_moe.convert_to_moe(nn.ModuleDict(dict(backbone=vit())))
+    dense = timm_moe.to_dense(outer.backbone)
+    assert b"timm_moe" not in saved(dense)
+    assert all(
+        vars(part).keys() == vars(stock).keys() and not part._forward_pre_hooks
+        for part, stock in zip(dense.modules(), vit().modules(), strict=True)
+    )

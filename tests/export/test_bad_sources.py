@@ -54,7 +54,7 @@ def test_damaged_folders(ewa_vit, tmp_path, damage):
             "arguments in .*damaged",
         ),
         ({"state_dict": {1: torch.zeros(1)}}, "no state dict .*1 is of type Tensor"),
-        ({"mean": [0.5, 0.5]}, r"train\.py .*mean .*channel"),
+        ({"mean": [0.5, 0.5]}, r"trainer's arguments .*mean .*channel"),
     ],
 )
 def test_damaged_checkpoints(checkpoint, tmp_path, damage, message):

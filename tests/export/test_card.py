@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS
+from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, edit
 from hub_client import front_matter
 
 import timm_moe
@@ -123,6 +123,28 @@ def test_card_of_a_checkpoint(checkpoint):
     assert 'timm.create_model("hf-hub:user/my-vit", pretrained=True)' in card
     assert "arXiv:2308.06093" in card
     assert "| top-1 accuracy (%) | 51.25 |" in card
+
+
+def test_a_recovery_file_is_of_no_whole_epoch(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    del content["metric"]
+    torch.save(content, tmp_path / "recovery-1-99.pth.tar")
+    folder = timm_moe.export_dense(tmp_path / "recovery-1-99.pth.tar", tmp_path / "vit").path
+    card = push_dense(folder, "user/vit", dry_run=True).card
+    assert "From `recovery-1-99.pth.tar`, which timm's train.py wrote in epoch 1 (from 0)." in card
+
+
+def test_layers_of_different_numbers_of_experts(dense_vit, tmp_path):
+    """Also where an earlier export stated the number of the first layer."""
+    model = timm_moe.convert_to_moe(dense_vit, 4, moe_layers="1")
+    timm_moe.convert_to_moe(model, 8, moe_layers="3")
+    folder = timm_moe.export_dense(model, tmp_path / "vit").path
+    assert "with 4/8 experts in each of 2 layers" in push_folder(folder, "a/b", dry_run=True).card
+    edit(folder, lambda config: config["timm_moe"]["experts"].update(experts=4))
+    assert "with 4 experts in each of 2 layers" in push_folder(folder, "a/b", dry_run=True).card
+    edit(folder, lambda config: config["timm_moe"]["experts"].update(experts="[4](x)"))
+    with pytest.raises(ValueError, match="damaged"):
+        push_folder(folder, "a/b", dry_run=True)
 
 
 def test_the_card_states_the_recipe_that_was_run(checkpoint, tmp_path):

@@ -44,6 +44,18 @@ def test_names_of_classes_go_along(ewa_vit, tmp_path):
     assert _names_in(tmp_path / "unnamed") == (None, None)
 
 
+def test_names_of_a_model_in_memory_may_be_those_of_its_start(ewa_vit, tmp_path, caplog):
+    """A new classifier of as many classes leaves them in timm's config."""
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=NAMES)
+    model = timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True)
+    model.reset_classifier(5)
+    timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
+    timm_moe.export_dense(model, tmp_path / "stated", label_names=NAMES[::-1])
+    assert "names of classes" not in caplog.text
+    timm_moe.export_dense(model, tmp_path / "unstated")
+    assert "['ant', 'bee', 'cat', 'dog', 'emu']: state label_names" in caplog.text
+
+
 def test_names_that_are_not_those_of_the_model(ewa_vit, tmp_path, caplog):
     for names, descriptions, message in (
         (NAMES[:4], None, "4 names .*5 classes"),

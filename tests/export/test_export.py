@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from common import OPTIONS, SMALL_VIT, SPEC
+from families import SMALL
 from processes import run_code
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
@@ -19,7 +20,7 @@ from timm_moe.checkpoints import source as source_module
 from timm_moe.export import export as export_module
 from timm_moe.export import outputs as outputs_module
 from timm_moe.export.export import export_moe
-from timm_moe.model_config import records_arguments
+from timm_moe.model_config import model_input_size, records_arguments
 
 STOCK = """
 import sys, numpy, timm, torch
@@ -119,6 +120,13 @@ def test_a_model_converted_in_memory(dense_vit, images, tmp_path):
 def test_wrapped_and_compiled_models(ewa_vit, tmp_path):
     compiled = torch.compile(ewa_vit, backend="eager")
     assert timm_moe.export_dense(compiled, tmp_path / "vit").largest_difference == 0
+    for number, block in enumerate(ewa_vit.blocks):
+        ewa_vit.blocks[number] = torch.compile(block, backend="eager")
+    assert timm_moe.export_dense(ewa_vit, tmp_path / "parts").largest_difference == 0
+    export_moe(ewa_vit, tmp_path / "moe", OPTIONS)
+    names = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).state_dict().keys()
+    assert timm_moe.to_dense(ewa_vit).state_dict().keys() == names
+    assert "_orig_mod" in str(ewa_vit.state_dict().keys())  # the caller's is what it was
 
 
 def test_low_precision_and_other_inputs(tmp_path):
@@ -144,6 +152,52 @@ def test_a_model_changed_after_its_creation(ewa_vit, tmp_path):
     assert (config["num_classes"], config["pretrained_cfg"]["input_size"]) == (7, [3, 48, 48])
 
 
+CHANGES = {
+    "window": (
+        "swin_tiny_patch4_window7_224",
+        dict(img_size=64, window_size=4),
+        lambda model: model.set_input_size(128, window_size=8),
+    ),
+    "patch": ("vit_tiny_patch16_224", OPTIONS, lambda model: model.set_input_size(patch_size=4)),
+    "norm": ("vit_tiny_patch16_224", OPTIONS, lambda model: model.reset_classifier(7, "avg")),
+}
+
+
+@pytest.mark.skipif(not records_arguments(), reason="this timm records no change")
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_that_timm_notes_are_those_of_the_dense_model(tmp_path, name):
+    """A model of a name of this package has noted its arguments when it was made."""
+    architecture, options, change = CHANGES[name]
+    small = {**SMALL.get(architecture, {}), **options}
+    model = timm.create_model(f"{architecture}_ewa_moe", num_classes=5, **small)
+    change(model)
+    dense = timm_moe.to_dense(model.eval())
+    save_for_hf(dense, str(tmp_path / "saved"), safe_serialization=True)
+    timm_moe.export_dense(model, tmp_path / "exported")
+    images = torch.randn(1, *model_input_size(model))
+    for folder in ("saved", "exported"):
+        loaded = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True).eval()
+        torch.testing.assert_close(loaded(images), dense(images), rtol=0, atol=0)
+
+
+def test_a_classifier_that_was_replaced_gets_its_remedy(ewa_vit, tmp_path):
+    ewa_vit.head = torch.nn.Linear(32, 7)
+    remedy = r"head has 7 outputs, but .*num_classes is 5: .*reset_classifier\(7\), or set .* = 7"
+    with pytest.raises(ValueError, match=remedy):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    ewa_vit.num_classes = 7
+    assert timm_moe.export_dense(ewa_vit, tmp_path / "vit").largest_difference == 0
+
+
+def test_a_feature_extractor_is_refused_before_the_work(tmp_path, monkeypatch):
+    model = timm.create_model("vit_tiny_ewa_moe", features_only=True, **SMALL_VIT)
+    monkeypatch.setattr(export_module, "to_dense_", lambda *args: pytest.fail("It was gathered."))
+    for write in (timm_moe.export_dense, export_moe):
+        with pytest.raises(ValueError, match=r"FeatureGetterNet .*state_dict\(\), .*to_dense"):
+            write(model, tmp_path / "vit")
+    assert timm_moe.to_dense(model).state_dict()
+
+
 def test_parameters_keep_their_types(ewa_vit, tmp_path):
     ewa_vit.bfloat16().head.float()
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
@@ -152,7 +206,8 @@ def test_parameters_keep_their_types(ewa_vit, tmp_path):
 
 
 def test_a_small_model_that_was_converted_in_memory_is_exported_as_timms_own(tmp_path):
-    model = timm_moe.convert_to_moe(timm.create_model("vit_xtiny", depth=2), num_experts=2)
+    dense = timm.create_model("vit_xtiny", depth=2, shifted_patches=False)
+    model = timm_moe.convert_to_moe(dense, num_experts=2)
     export = timm_moe.export_dense(model, tmp_path / "vit")
     assert export.architecture == "vit_tiny_patch16_224"
 
@@ -312,6 +367,7 @@ def test_a_dense_model_is_written_as_it_is(dense_vit, images, tmp_path):
 
 def test_arguments_that_stock_timm_would_need_are_asked_for(ewa_vit, tmp_path):
     ewa_vit.dense_args = {"num_classes": 5}
+    del ewa_vit._model_args
     with pytest.raises(ValueError, match=r"Stock timm cannot load .*model_args"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert os.listdir(tmp_path) == []

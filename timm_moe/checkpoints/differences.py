@@ -5,11 +5,14 @@ usual ones show in the weights: how many blocks there are, which of them have ex
 and the sizes of image, patch and token.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
+
+from ..model_config import shown_name
 
 Weights = Mapping[str, Tensor]
 
@@ -31,12 +34,22 @@ def explain(held: Weights, expected: Weights, classifiers: Iterable[str]) -> lis
         A phrase for each option, the file's value first; none if the difference is of another kind.
     """
     return [
+        *_of_prefix(held, expected),
         *_of_patches(held, expected),
         *_of_lengths(held, expected),
         *_of_experts(held, expected),
         *_of_image_size(held, expected),
         *_of_classes(held, expected, classifiers),
     ]
+
+
+def _of_prefix(held: Weights, expected: Weights) -> Iterator[str]:
+    """Compare the beginnings of the names, which another trainer may have put before them."""
+    levels = zip(*(name.split(".")[:-1] for name in held), strict=False)
+    common = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
+    prefix = "".join(f"{level[0]}." for level in common)
+    if prefix and not any(name.startswith(prefix) for name in expected):
+        yield f"all names in the file begin with {shown_name(prefix)}, none in the model"
 
 
 def _of_patches(held: Weights, expected: Weights) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ..model_config import shown, shown_name
 _logger = logging.getLogger(__name__)
 
 #: Prefixes that other frameworks put before the names of a model's weights.
-_WRAPPERS = ("model", "net", "network", "backbone", "module", "timm_model", "_orig_mod")
+_WRAPPERS = ("model", "net", "network", "backbone", "module", "timm_model")
 #: In the names of averaged weights.
 _EMA = re.compile(r"(?<![a-zA-Z])ema(?![a-z])|EMA|Ema")
 
@@ -38,7 +38,10 @@ def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict
     elif weights is checkpoint and holds_ema(checkpoint):
         raise ValueError(f"{path} holds EMA weights alone: --use-ema (use_ema=True) takes them.")
     weights = require_tensors(weights, path)
-    named = clean_state_dict(weights)
+    # clean_state_dict takes off the names of wrappers around the whole model alone.
+    named = {
+        name.replace("_orig_mod.", ""): tensor for name, tensor in clean_state_dict(weights).items()
+    }
     if len(named) < len(weights):
         raise ValueError(
             f"{path} holds weights twice, with and without the prefix of a wrapper (module, "
@@ -124,7 +127,7 @@ def without_wrapper(
             for name, tensor in weights.items()
             if name.startswith(prefix)
         }
-        part = clean_state_dict(part)  # the model may have been compiled
+        part = clean_state_dict(part)  # the model may be wrapped itself
         if own <= {name.partition(".")[0] for name in part}:
             found[prefix] = part
 

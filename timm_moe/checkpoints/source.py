@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..console import describe, shortened
 from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
 from ..convert.dense import require_weights
-from ..convert.registry import moe_options
+from ..convert.registry import router_options
 from ..model_config import (
     check_preprocessing,
     get_pretrained_cfg,
@@ -38,8 +38,9 @@ from .stated import (
     SOURCE_PREFIXES,
     Blueprint,
     architecture_arguments,
+    are_whole,
     args_of_import,
-    args_of_train_py,
+    args_of_trainer,
     check_arguments,
     model_arguments,
     read_config,
@@ -99,7 +100,8 @@ class Origin:
 
     place: str  #: path of the file or folder, or ``hf-hub:`` name
     folder: Path | None = None  #: the folder, if it is one
-    train_args: dict[str, Any] = field(default_factory=dict)  #: train.py's arguments
+    #: train.py's arguments; empty if it did not write the file
+    train_args: dict[str, Any] = field(default_factory=dict)
     epoch: Any = None
     metric: Any = None  #: that train.py measured at this epoch
     ema: bool = False  #: whether these are the EMA weights
@@ -218,19 +220,21 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
             path,
         )
     with _refusing_damaged_arguments(path):
-        trained = args_of_train_py(checkpoint)
-        train_args = trained or ({} if spec.name else args_of_import(path))
-    name = spec.name or _stated_name(train_args, path)
+        train_args = args_of_trainer(checkpoint)
+        is_of_train_py = are_whole(train_args)
+        if not train_args and spec.name is None:
+            train_args = args_of_import(path)
+    name = _name_of(spec, train_args, path)
     candidates = _candidates(name, train_args, spec, path)
     blueprint, weights, missing = _first_fitting(name, candidates, weights, path)
     # A dense checkpoint has no routers: they stay as drawn, with a warning.
     model = _loaded(blueprint, weights, path, is_whole=not missing)
-    _tell_of_guesses(model, spec, train_args, weights, path)
-    _state_images(model, name, train_args, spec, path)
+    _tell_of_guesses(model, name, train_args, spec, weights, path)
+    _state_images(model, name, train_args, spec, path, is_of_train_py)
     _drop_class_names(model)
     model.origin = Origin(  # type: ignore[assignment]
         str(path),
-        train_args=trained,
+        train_args=train_args if is_of_train_py else {},
         epoch=checkpoint.get("epoch"),
         metric=checkpoint.get("metric"),
         ema=use_ema,
@@ -240,54 +244,75 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
 
 def _tell_of_guesses(
     model: nn.Module,
-    spec: ModelSpec,
+    name: str,
     train_args: Mapping[str, Any],
+    spec: ModelSpec,
     weights: Mapping[str, Tensor],
     path: Path,
 ) -> None:
     """Log what the weights do not show of their model: its name, its routers, its experts."""
     stated = train_args.get("model")
-    if spec.name and isinstance(stated, str) and not stated.startswith(SOURCE_PREFIXES):
-        named = get_pretrained_cfg(model).get("architecture")
-        if stated.partition(".")[0] != named:
-            _logger.warning("%s says that its model is %s; %s is taken.", path, stated, spec.name)
+    if isinstance(stated, str) and not stated.startswith(SOURCE_PREFIXES):
+        agrees = stated == name
+        if name.startswith(SOURCE_PREFIXES):  # The config.json of a folder names no tag.
+            agrees = stated.partition(".")[0] == get_pretrained_cfg(model).get("architecture")
+        if not agrees:
+            _logger.warning("%s says that its model is %s; %s is taken.", path, stated, name)
 
     own = dict(model.named_parameters())
     is_dense = any(own[name].ndim > weights[name].ndim for name in own.keys() & weights)
     routed = [layer.router for layer in moe_layers(model).values() if not layer.deploys_dense]
-    of_routers = set(moe_options()) - {"num_experts", "moe_layers"}
-    knows_options = train_args or of_routers & spec.kwargs.keys()
+    knows_options = are_whole(train_args) or router_options() & spec.kwargs.keys()
     if routed and not is_dense and not knows_options:
         router = routed[0]
         _logger.warning(
             f"{path} does not say how its routers choose, which its weights do not show: the "
-            f"defaults of {spec.name} are taken, {type(router).__name__}({router.extra_repr()}); "
+            f"defaults of {name} are taken, {type(router).__name__}({router.extra_repr()}); "
             "--model-kwargs states others."
         )
     if is_dense and not routed:
         _logger.info("%s holds a dense model, so that all experts are copies.", path)
 
 
+def _state_evaluation(model: nn.Module) -> None:
+    """Write to the model's config how train.py evaluates, whatever the config of its weights says.
+
+    train.py crops the centre, at the size of the training.
+    """
+    cfg = get_pretrained_cfg(model)
+    kept = {key: cfg[key] for key in cfg if not key.startswith("test_")}
+    set_pretrained_cfg(model, {**kept, "crop_mode": "center"})
+
+
 def _state_images(
-    model: nn.Module, name: str, train_args: dict[str, Any], spec: ModelSpec, path: Path
+    model: nn.Module,
+    name: str,
+    train_args: dict[str, Any],
+    spec: ModelSpec,
+    path: Path,
+    is_of_train_py: bool,
 ) -> None:
-    """Write to the model's config how train.py prepared images, and what the user states."""
+    """Write to the model's config how its trainer prepared images, and what the user states."""
     # A name with a tag says by which weights, and so by which preprocessing, training began.
-    is_guess = not train_args and not name.startswith(SOURCE_PREFIXES) and "." not in name
+    is_named = name.startswith(SOURCE_PREFIXES) or "." in name
+    is_guess = not is_named and not are_whole(train_args)
     origins = dict.fromkeys(preprocessing(model), _DEFAULT if is_guess else f"the config of {name}")
+    if is_of_train_py:
+        _state_evaluation(model)
+        origins["crop_mode"] = "as train.py evaluates"
     try:
         stated = state_preprocessing(model, _without_stated(train_args, spec))
     except ValueError as error:
-        raise ValueError(f"The arguments of train.py in {path} do not fit: {error}") from error
+        raise ValueError(f"The trainer's arguments in {path} do not fit: {error}") from error
     except Exception as error:
         raise _damaged_arguments(path, error) from error
-    origins |= dict.fromkeys(stated, "train.py's arguments")
+    origins |= dict.fromkeys(stated, "its trainer's arguments")
     _prepare(model, spec, origins, str(path), name)
     _keep_args_of_images(model, train_args, path)
 
 
 def _without_stated(train_args: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Return train.py's arguments without the preprocessing that the user states."""
+    """Return a trainer's arguments without the preprocessing that the user states."""
     stated = {*spec.preprocessing}
     if "img_size" in stated:
         stated.add("input_size")
@@ -363,6 +388,14 @@ def _damaged_arguments(path: Path, error: Exception) -> ValueError:
     return ValueError(f"The model's arguments in {path} are damaged: {describe(error)}")
 
 
+def _name_of(spec: ModelSpec, train_args: dict[str, Any], path: Path) -> str:
+    """Return the name of a file's model: the user's, with the file's tag if it has none."""
+    stated = train_args.get("model")
+    if isinstance(stated, str) and stated.partition(".")[0] == spec.name:
+        return stated
+    return spec.name or _stated_name(train_args, path)
+
+
 def _stated_name(train_args: dict[str, Any], path: Path) -> str:
     """Return the model that a checkpoint names.
 
@@ -384,7 +417,7 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
 
 
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
-    """Keep on the model what train.py was told of its images and timm's config has no place for."""
+    """Keep on the model what its trainer was told of images and timm's config has no place for."""
     names = ("input_img_mode", "class_map", "task", "dataset")
     stated = {name: train_args.get(name) for name in names}
     kept = {name: value[:200] for name, value in stated.items() if value and isinstance(value, str)}
@@ -392,7 +425,7 @@ def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Pat
     mode = kept.get("input_img_mode")
     if mode not in (None, "RGB", "L"):
         _logger.warning(
-            f"The images of {path} have the mode {mode!r} (train.py's arguments), which "
+            f"The images of {path} have the mode {mode!r} (its trainer's arguments), which "
             "config.json cannot state: with an exported model, pass --input-img-mode to timm's "
             "scripts again."
         )

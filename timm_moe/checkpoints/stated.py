@@ -118,8 +118,10 @@ def _is_labels(value: Any) -> bool:
     return isinstance(value, (dict, list)) and all(isinstance(label, str) for label in labels)
 
 
-def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return train.py's arguments in a checkpoint, a namespace or a dict; empty if there are none.
+def args_of_trainer(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trainer's arguments in a checkpoint, a namespace or a dict; empty if it has none.
+
+    They are train.py's, or under the same names those of another trainer, such as DeiT's and MAE's.
 
     What is nested deeper than train.py's own arguments becomes a string: a pickle may hold one list
     in another many times over, and its text would have no end.
@@ -127,7 +129,7 @@ def args_of_train_py(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     args = checkpoint.get("args")
     if isinstance(args, Namespace):
         args = vars(args)
-    elif not isinstance(args, dict) or "model" not in args:  # another trainer's
+    elif not isinstance(args, dict) or "model" not in args:
         return {}
     stated = {name: _flattened(value) for name, value in args.items()}
     if isinstance(
@@ -150,6 +152,14 @@ def args_of_import(path: Path) -> dict[str, Any]:
         return {}
     options = json.loads(stated.get("model_kwargs", "{}"), parse_constant=_refuse_constant)
     return {"model": stated["model"], "model_kwargs": _flattened(options)}
+
+
+def are_whole(args: Mapping[str, Any]) -> bool:
+    """Tell if arguments state all that the model was made of, as those of train.py do.
+
+    Another trainer's may name the model, but have no place for its options, which are in its code.
+    """
+    return "model_kwargs" in args
 
 
 def _flattened(value: Any, levels: int = 2) -> Any:

@@ -108,12 +108,16 @@ def described(layers: Iterable[MoeMlp]) -> str:
     each = list(layers)
     paths = [layer.path or "an expert layer" for layer in each]
     where = paths[0] if len(each) == 1 else f"each of {len(each)} layers, {paths[0]} to {paths[-1]}"
-    numbers = "/".join(map(str, sorted({layer.num_experts for layer in each})))
     router = each[0].router
     options = router.extra_repr()
     routed = f"{type(router).__name__}({options})" if options else type(router).__name__
     shared = " and a shared one" if isinstance(each[0], SharedExpertMlp) else ""
-    return f"{numbers} experts{shared} in {where}, by {routed}."
+    return f"{numbers_of_experts(each)} experts{shared} in {where}, by {routed}."
+
+
+def numbers_of_experts(layers: Iterable[MoeMlp]) -> str:
+    """Write the different numbers of experts that layers have, as ``"4/8"``."""
+    return "/".join(map(str, sorted({layer.num_experts for layer in layers})))
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -213,9 +217,14 @@ def copy_sharing_tensors(model: ModelT) -> ModelT:
 def copied(model: ModelT, memo: dict[int, Any]) -> ModelT:
     """Copy a module, but not the objects in ``memo``, which maps ids to what is taken instead.
 
-    The copy is without the autocast that Accelerate puts around a model's forward.
+    The copy is without the autocast that Accelerate puts around a model's forward, and its parts
+    are not compiled, so that its weights have their own names.
     """
     model = copy.deepcopy(model, memo)
     if vars(model).pop("_original_forward", None):
         del model.forward
+    for part in list(model.modules()):
+        for name, child in list(part._modules.items()):
+            if hasattr(child, "_orig_mod"):  # of torch.compile
+                setattr(part, name, unwrapped(child))
     return model

@@ -6,6 +6,7 @@ rows.
 
 import contextlib
 import copy
+from collections.abc import Mapping
 
 import torch
 from timm.layers import GluMlp, Mlp, SwiGLU
@@ -46,19 +47,32 @@ _KNOWN = (
 TOLERANCE = 1e-4
 
 
-def check_network(model: nn.Module, path: str, network: nn.Module) -> None:
+def names_in(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each module and parameter of a model, by its id."""
+    names: dict[int, list[str]] = {}
+    for name, part in (
+        *model.named_modules(remove_duplicate=False),
+        *model.named_parameters(remove_duplicate=False),
+    ):
+        names.setdefault(id(part), []).append(name)
+    return names
+
+
+def check_network(path: str, network: nn.Module, names: Mapping[int, list[str]]) -> None:
     """Refuse a network that cannot become experts.
 
     Args:
-        model: the model that holds the network.
-        path: name of the network in the model, for the message.
+        path: name of the network in its model, for the message.
         network: the network.
+        names: the names in its model (:func:`names_in`).
 
     Raises:
         ValueError: if the network cannot become experts; the message says why.
     """
     check_weights(path, network)
-    reason = _unfit(model, network) or _mixing(network)
+    reason = _unfit(network, names)
+    if reason is None and not is_known(network):
+        reason = _mixing(network)
     if reason:
         is_split = isinstance(network, SplitFfn)
         kind = " with ".join(network._modules) if is_split else f"a {type(network).__name__}"
@@ -110,7 +124,7 @@ def computed_by(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def _unfit(model: nn.Module, network: nn.Module) -> str | None:
+def _unfit(network: nn.Module, names: Mapping[int, list[str]]) -> str | None:
     """Return why a network's tensors cannot be stacked, or None."""
     buffer = next(iter(network.named_buffers()), None)
     if buffer is not None:
@@ -118,11 +132,13 @@ def _unfit(model: nn.Module, network: nn.Module) -> str | None:
     if not any(isinstance(module, nn.Linear) for module in network.modules()):
         return "it has no torch.nn.Linear that tells the width of its rows"
 
-    own = {id(parameter) for parameter in network.parameters()}
-    first_names = {name for name, _ in model.named_parameters()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in own and name not in first_names:
-            return f"it is used twice, since its weights are also called {name}"
+    # Several blocks may have one known network, as in CoaT, but not a layer of it.
+    places = names[id(network)] if is_known(network) else []
+    for name, parameter in network.named_parameters():
+        own = [f"{place}.{name}" for place in places] or names[id(parameter)][:1]
+        others = [other for other in names[id(parameter)] if other not in own]
+        if others:
+            return f"it is used twice, since its weights are also called {others[0]}"
     return None
 
 

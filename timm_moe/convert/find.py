@@ -13,7 +13,7 @@ from torch import nn
 from torchvision.ops import MLP
 
 from ..layers import MoeMlp
-from .check import FFN_CLASSES, check_network, computed_by, is_known
+from .check import FFN_CLASSES, check_network, computed_by, names_in
 from .split import EncoderLayerFfn, ResidualFfn, SplitFfn
 
 _logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     if modules is not None:
         return _named(model, modules)
     found: dict[str, nn.Module | str] = {}
+    names = names_in(model)
     for name, module in model.named_modules():
         if isinstance(module, MoeMlp):
             found[name] = module
@@ -69,8 +70,8 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
             found[path] = network
             try:
                 # A network whose weights are computed is not passed over: choosing it is an error.
-                if not is_known(network) and not any(map(computed_by, network.modules())):
-                    check_network(model, path, network)
+                if not any(map(computed_by, network.modules())):
+                    check_network(path, network, names)
             except ValueError as error:
                 found[path] = str(error)
     refused = [reason.rstrip(".") for reason in found.values() if isinstance(reason, str)]
@@ -130,12 +131,13 @@ def _named(model: nn.Module, modules: Modules) -> dict[str, nn.Module | str]:
             raise ValueError(
                 f"modules names {name}, a part of the network of its block: name the block instead."
             )
+    names = names_in(model)
     for path, network in places.items():
         outer = next((other for other in places if path.startswith(f"{other}.")), None)
         if outer is not None:
             raise ValueError(f"modules names {path} and {outer}, of which one is inside the other.")
         if not isinstance(network, MoeMlp):
-            check_network(model, path, network)
+            check_network(path, network, names)
     return dict(places)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.utils.hooks import RemovableHandle
 
 from ..layers import MoeMlp, RecordingRouter, begin_forward
 from .blocks import expert_parameters, moe_layers
@@ -40,21 +41,25 @@ def add_hooks(model: nn.Module, paths: Iterable[str]) -> None:
         paths: names of the new expert layers in the model.
     """
     layers = {model.get_submodule(path) for path in paths}
-    handles = [model.register_load_state_dict_pre_hook(check_loaded_layers)]
+    _keep(model, model.register_load_state_dict_pre_hook(check_loaded_layers))
     if any(isinstance(layer.router, RecordingRouter) for layer in layers):
-        handles.append(model.register_forward_pre_hook(begin_forward))
+        _keep(model, model.register_forward_pre_hook(begin_forward))
 
     # Several blocks may share a layer, so they are found by what they hold and not by its name.
     for block in [block for block in model.modules() if layers.intersection(block.children())]:
         for position, name in enumerate(inspect.signature(block.forward).parameters):
             if name in _MASKS:
                 hook = functools.partial(note_padding, name=name, position=position)
-                handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
-    vars(model)["expert_hooks"] = [*vars(model).get("expert_hooks", ()), *handles]
+                _keep(block, block.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def _keep(module: nn.Module, handle: RemovableHandle) -> None:
+    """Keep a hook's handle on its module, which may leave the model that was converted."""
+    vars(module).setdefault("expert_hooks", []).append(handle)
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks of :func:`add_hooks` from a module that has them."""
+    """Remove the hooks of :func:`add_hooks` from a module, not those of its submodules."""
     for handle in vars(module).pop("expert_hooks", ()):
         handle.remove()
 

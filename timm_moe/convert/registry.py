@@ -124,6 +124,11 @@ def moe_options(router: "str | RouterSpec | MakeRouter | None" = None) -> tuple[
     return tuple(dict.fromkeys([*_COMMON, *(name for spec in specs for name in spec.defaults())]))
 
 
+def router_options() -> set[str]:
+    """Return the names of the options that say how tokens are routed, of all routers."""
+    return {"router", *(name for spec in _registered.values() for name in spec.options)}
+
+
 def nearest_option(name: str) -> str:
     """Return a question for the option that a mistyped name is nearest to, or nothing.
 

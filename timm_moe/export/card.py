@@ -231,7 +231,9 @@ def _training(history: History, dataset: str | None) -> str:
         return f"{text}."
     text += ", which timm's train.py wrote"
     if history.epoch is not None:
-        text += f" after epoch {history.epoch} (from 0)"
+        # train.py writes a recovery file every few updates.
+        when = "in" if history.file.startswith("recovery-") else "after"
+        text += f" {when} epoch {history.epoch} (from 0)"
     start = history.base or history.start
     if start:
         text += f"; it began from the weights of `{public(start)}`"

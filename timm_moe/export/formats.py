@@ -31,6 +31,7 @@ from ..model_config import (
     model_input_size,
     records_arguments,
     set_pretrained_cfg,
+    shown,
     untold_args,
 )
 from ..quick_init import quick_init
@@ -181,6 +182,11 @@ def layout_of(
         ValueError: if an option has no meaning for such a model, or names do not fit its classes.
     """
     if is_of_timm(model):
+        if not hasattr(model, "num_classes"):
+            raise ValueError(
+                f"This {type(model).__name__} was made by features_only=True, which config.json "
+                "cannot state: save its state_dict(), or that of to_dense(model)."
+            )
         loader = "timm with timm_moe" if method is None else "Stock timm"
         return TimmFormat(
             model, history, _describe(model, settings, history), settings.model_args or {}, loader
@@ -250,10 +256,16 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     if isinstance(names, dict):  # by number
         names = [names.get(number, names.get(str(number))) for number in range(len(names))]
     try:
-        return _checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
+        labels = _checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
     except ValueError as error:
         _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}
+    if getattr(model, "origin", None) is None:  # A model in memory may have a new classifier.
+        _logger.warning(
+            f"The names of classes are those in the config of this {type(model).__name__}, "
+            f"{shown(names)}: state label_names if it was trained on others."
+        )
+    return labels
 
 
 def _checked_labels(
@@ -326,8 +338,7 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
             model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except Exception as error:
         raise ValueError(
-            f"{loader} cannot load the exported weights; state missing arguments in model_args: "
-            f"{first_problem(error)}"
+            f"{loader} cannot load the exported weights; {_remedy(folder)}: {first_problem(error)}"
         ) from error
     saved = load_file(folder / "model.safetensors")
     for name, tensor in model.state_dict().items():
@@ -337,6 +348,21 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
                 "creation in model_args."
             )
     return model
+
+
+def _remedy(folder: Path) -> str:
+    """Say what mends a folder whose weights do not fit its config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    classes, named = config.get("num_classes"), config.get("pretrained_cfg", {}).get("classifier")
+    weights = load_file(folder / "model.safetensors")
+    for classifier in [named] if isinstance(named, str) else named or ():
+        rows = len(weights.get(f"{classifier}.weight", ()))
+        if rows not in (0, classes):  # The user replaced the module.
+            return (
+                f"{classifier} has {rows} outputs, but model.num_classes is {classes}: call "
+                f"model.reset_classifier({rows}), or set model.num_classes = {rows}"
+            )
+    return "state missing arguments in model_args"
 
 
 def equal_with_nan(a: Tensor, b: Tensor) -> bool:

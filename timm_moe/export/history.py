@@ -16,7 +16,7 @@ from torch import nn
 from ..checkpoints.source import Origin
 from ..checkpoints.stated import ENTRY, SOURCE_PREFIXES
 from ..console import describe
-from ..convert.blocks import moe_layers, parameters
+from ..convert.blocks import moe_layers, numbers_of_experts, parameters
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
 from ..training.summary import DamagedTable, read_summary
@@ -92,7 +92,7 @@ class Experts:
 
     model: str  # name of the expert model
     layers: int  # number of its expert layers
-    experts: int  # in each layer
+    experts: str  # their number in each layer, as "4" or "4/8"
     shared: bool  # whether there is a shared expert beside them
     averaged: bool  # whether they were averaged in training
     mean: bool  # whether the mean of the experts computes the same as the model in eval mode
@@ -107,7 +107,7 @@ class Experts:
         return cls(
             model=get_pretrained_cfg(model).get("architecture", type(model).__name__),
             layers=len(layers),
-            experts=layers[0].num_experts,
+            experts=numbers_of_experts(layers),
             shared=any(isinstance(layer, SharedExpertMlp) for layer in layers),
             averaged=any(isinstance(layer, EwaMlp) or layer.share_rate > 0 for layer in layers),
             mean=all(layer.deploys_dense for layer in layers),
@@ -187,8 +187,10 @@ def recorded_history(origin: Origin) -> History | None:
             return None
         if record.get("experts") is not None:
             experts = dict(record["experts"])
-            # Earlier exports stated it. It is never true of a model of this package.
+            # Earlier exports stated "fused", which is never true of a model of this package, and
+            # the number of the first layer.
             experts.pop("fused", None)
+            experts["experts"] = str(experts["experts"])
             record["experts"] = _checked(Experts, experts)
         return _checked_history(_checked(History, record))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -228,6 +230,8 @@ def _checked_history(history: History) -> History:
     for name in history.options:
         if not re.fullmatch(r"(model option )?\w+", name):
             raise ValueError(f"{shown(name)} is no option of train.py")
+    if history.experts and not re.fullmatch(r"[\d/]+", history.experts.experts):
+        raise ValueError(f"{shown(history.experts.experts)} is no number of experts")
     if strange := history.metrics.keys() - METRICS.keys():
         raise ValueError(f"{shown(min(strange))} is no metric of train.py")
     return history

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
@@ -97,10 +97,6 @@ class PushOptions(ModelOptions):
     def model_name(self) -> str:
         """Name for ``timm.create_model``."""
         return f"hf-hub:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
-
-    def of_export(self) -> dict[str, Any]:
-        """Return the options of :func:`timm_moe.export_dense`."""
-        return {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
 
 
 def is_abbreviation(license: Any) -> bool:

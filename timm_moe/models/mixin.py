@@ -118,8 +118,7 @@ class MoeMixin:
         if architecture is None:  # The model was not made by timm's factory.
             return
         set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
-        # timm's create_model notes the arguments so, and reads them when the model is saved.
-        self._model_args = args
+        _note_args(self, args)
 
 
 def constructor_arguments(known_class: type) -> frozenset[str]:
@@ -175,8 +174,23 @@ def state_as_stock(model: nn.Module) -> None:
         return
     architecture, args = form
     set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": architecture})
-    recorded = getattr(model, "_model_args", None) or {}
-    model._model_args = architecture_args({**args, **recorded})  # type: ignore[assignment]
+    _note_args(model, args)
+
+
+def _note_args(model: Any, args: dict[str, Any]) -> None:
+    """Note on a dense model the arguments by which timm makes it.
+
+    timm's ``create_model`` notes a model's arguments so, ``set_input_size`` and
+    ``reset_classifier`` note their changes, and timm reads them when the model is saved.
+
+    Args:
+        model: the model, of the class that timm makes.
+        args: its arguments at creation. Of those that timm has noted, the class may not take all.
+    """
+    noted = architecture_args(getattr(model, "_model_args", None) or {})
+    taken = constructor_arguments(type(model)).union(args)
+    own = {name: value for name, value in noted.items() if name in taken}
+    model._model_args = {**args, **own}
 
 
 def moe_class(stock_class: type[nn.Module], module: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers, whole_experts
+from ..convert.blocks import moe_layers, numbers_of_experts, whole_experts
 from ..layers import MoeMlp
 from ..layers.living import living, register, unregister
 from ..schedules import check_share_rate, get_schedule
@@ -211,14 +211,13 @@ class ExpertWeightAveraging:
         """Log how many experts are averaged, at which rate and for how long."""
         if not is_primary():
             return
-        numbers = sorted({layer.num_experts for layer in layers})
-        experts = "/".join(map(str, numbers))
         rate, schedule = self._stated(layers[0])
         course = "by a function" if callable(schedule) else f"{rate:g}, schedule {schedule}"
         after = f", continuing after update {self.updates}" if self.updates else ""
         _logger.info(
-            f"EWA: averaging the {experts} experts of {len(layers)} layers after every optimizer "
-            f"step, share rate {course}, over {self.total_updates} updates{after}."
+            f"EWA: averaging the {numbers_of_experts(layers)} experts of {len(layers)} layers "
+            f"after every optimizer step, share rate {course}, over {self.total_updates} "
+            f"updates{after}."
         )
 
     @classmethod

@@ -41,7 +41,7 @@ def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
     means: list[Tensor] = []
     weights: list[Any] = []
     for stacked, beta in due:
-        part = _local_part(stacked)
+        part = local_part(stacked)
         num_experts = stacked.shape[0]
         if num_experts == 1 or (not isinstance(beta, Tensor) and beta == 0):
             continue
@@ -75,7 +75,7 @@ def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
             expert.lerp_(mean, weight)
 
 
-def _local_part(stacked: Any) -> Tensor:
+def local_part(stacked: Any) -> Tensor:
     """Return the part of a stacked parameter, (E, ...), that this process holds.
 
     It shares the parameter's memory.
@@ -85,7 +85,7 @@ def _local_part(stacked: Any) -> Tensor:
 
 def _sum_over_experts(stacked: Any) -> Tensor:
     """Sum a stacked parameter, (E, ...), over all experts of all processes, to (1, ...)."""
-    total = _local_part(stacked).sum(0, keepdim=True)
+    total = local_part(stacked).sum(0, keepdim=True)
     for dim, placement in enumerate(getattr(stacked, "placements", ())):
         if placement.is_shard(0):
             torch.distributed.all_reduce(total, group=stacked.device_mesh.get_group(dim))
