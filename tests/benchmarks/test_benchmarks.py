@@ -37,7 +37,7 @@ def clock(monkeypatch):
     """A clock that only works move on, and no waiting for samples that are long enough."""
     now = [0.0]
     monkeypatch.setattr(protocol.time, "process_time", lambda: now[0])
-    monkeypatch.setattr(protocol, "SHORTEST_SAMPLE", 0)
+    monkeypatch.setitem(protocol.SHORTEST_SAMPLE, "cpu", 0)
     return now
 
 
