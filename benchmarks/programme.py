@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 #: Seconds of each part, in the order of their worth.
-LIMITS = {"checks": 240, "steps": 270, "busy": 60, "large": 180, "study": 530}
+LIMITS = {"checks": 240, "steps": 300, "busy": 60, "large": 200, "study": 530}
 #: Seconds that commands have to end after each of these signals.
 GRACE = 10
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
