@@ -90,7 +90,7 @@ def main() -> None:
     if not Path(os.environ.get("TIMM_SCRIPTS", ""), "train.py").is_file():
         parser.error("TIMM_SCRIPTS names no folder with timm's train.py and validate.py")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, stop)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         output = args.output.absolute()
         options = ("--data-dir", args.data_dir, "--seeds", args.seeds)
@@ -99,6 +99,13 @@ def main() -> None:
         failed = work_off({part: every[part] for part in args.parts}, LIMITS, output)
     if failed:
         sys.exit(f"Not passed, see {args.output}: {', '.join(failed)}.")
+
+
+def stop(*_: object) -> None:
+    """End as by ^C, once: a second signal would disturb what is brought back then."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def programme(
