@@ -43,6 +43,7 @@ PLAN = {
         dict(dtype=dtype, allocator="neutral", rounds=7) for dtype in ("float32", "bfloat16")
     ],
     "modes": [{}],
+    "large": [{}],
     "host": [dict(dtype=dtype) for dtype in ("float32", "bfloat16")],
     "averaging": [dict(allocator=allocator) for allocator in ("neutral", "default")],
     "evaluation": [
@@ -62,8 +63,15 @@ PLAN = {
     "imports": [{}],
     "exporting": [dict(rounds=5)],
 }
-#: Suites of one device: three use no GPU, and two are too large for a CPU.
-DEVICES = {"host": "cpu", "modes": "cuda", "imports": "cpu", "exporting": "cpu", "papers": "cuda"}
+#: Suites of one device: three use no GPU, and three are too large for a CPU.
+DEVICES = {
+    "host": "cpu",
+    "modes": "cuda",
+    "large": "cuda",
+    "imports": "cpu",
+    "exporting": "cpu",
+    "papers": "cuda",
+}
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Setting)}
 CHOICES = {
@@ -101,6 +109,14 @@ def main() -> None:
     parser.add_argument(
         "--report", action="store_true", help="measure nothing, write the report of earlier results"
     )
+    parser.add_argument(
+        "--add",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="measure nothing, add the results that another machine has written",
+    )
     args = parser.parse_args()
     if args.suites == ["distributed"]:  # counted, not timed
         distributed.write()
@@ -108,7 +124,9 @@ def main() -> None:
     unknown = set(args.suites) - set(PLAN)
     if unknown:
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(PLAN)}")
-    suites = [] if args.report else args.suites or PLAN
+    for file in args.add:
+        _add(file)
+    suites = [] if args.report or args.add else args.suites or PLAN
     pieces = [(suite, setting) for suite in suites for setting in _settings(suite, args)]
     if suites and not pieces:
         parser.error("no suite has these settings on this device")
@@ -167,9 +185,21 @@ def _measure(suite: str, setting: dict[str, Any], path: Path, until: float | Non
     ).returncode
 
 
+def _add(file: Path) -> None:
+    """Add results to those of their machine."""
+    for key, result in json.loads(file.read_text()).items():
+        device, name = result["setting"]["device"], result["environment"]["device"]
+        path = FOLDER / "results" / f"{_file_name(device, name.removesuffix(', one thread'))}.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**known, key: result}, indent=1))
+
+
 def _machine(device: str) -> str:
     """Name the machine: ratios differ between kinds of device, so each kind has its own results."""
-    name = cpu_name() if device == "cpu" else torch.cuda.get_device_name()
+    return _file_name(device, cpu_name() if device == "cpu" else torch.cuda.get_device_name())
+
+
+def _file_name(device: str, name: str) -> str:
     return "-".join([device, *re.findall(r"[a-z0-9]+", name.lower())])
 
 

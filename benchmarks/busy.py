@@ -28,6 +28,7 @@ def main() -> None:
     print(f"{name}, batch {batch}, bfloat16, eager, torch {torch.__version__}", flush=True)
     for entry, make in makes.items():
         print(_line(entry, step(make, batch, True, setting), setting), flush=True)
+    print(f"{len(makes)} of {len(makes)} models")
 
 
 def _line(entry: str, work: Work, setting: Setting) -> str:

@@ -22,7 +22,11 @@ Work = Callable[[], object]
 #: Ratios of the two copies of the baseline between which a measurement counts.
 GAUGE = (0.98, 1.02)
 ATTEMPTS = 3
-SHORTEST_SAMPLE = 0.05  # seconds
+#: Seconds of a sample, by device.
+SHORTEST_SAMPLE = {"cpu": 0.05, "cuda": 0.2}
+#: Runs before anything is timed, by device. A CUDA graph is recorded in the second, or later if its
+#: code is compiled once more.
+WARM_UPS = {"cpu": 2, "cuda": 4}
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,13 @@ class Contest:
         name: name in the tables.
         entries: functions that prepare the work and return it; the first is the baseline.
         notes: notes on entries.
+        seconds: how long it may take. If less is left, it does not begin.
     """
 
     name: str
     entries: Mapping[str, Callable[[], Work]]
     notes: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0
 
 
 @dataclass(frozen=True)
@@ -128,10 +134,11 @@ def run(contest: Contest, setting: Setting) -> list[Row]:
 
 
 def _warm_up(works: Mapping[str, Work], baseline: str, setting: Setting) -> int:
-    """Run everything twice; returns the number of repetitions for a sample."""
+    """Run everything a few times; returns the number of repetitions for a sample."""
     for work in works.values():
-        _seconds(work, 2, setting)
-    return max(1, math.ceil(SHORTEST_SAMPLE / _seconds(works[baseline], 1, setting)))
+        _seconds(work, WARM_UPS[setting.device], setting)
+    shortest = SHORTEST_SAMPLE[setting.device]
+    return max(1, math.ceil(shortest / _seconds(works[baseline], 1, setting)))
 
 
 def _rounds(

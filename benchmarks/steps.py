@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import timm_moe
+from timm_moe.layers import RecordingRouter
 
 from .protocol import Contest, Setting, Work
 
@@ -51,6 +52,7 @@ def contenders(dense: str, prefix: str) -> dict[str, Make]:
 def step(make: Make, batch: int, fused: bool, setting: Setting, classes: int = CLASSES) -> Work:
     model = make().to(setting.device).train()
     layers = list(timm_moe.moe_layers(model).values())
+    has_losses = any(isinstance(layer.router, RecordingRouter) for layer in layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=fused)
     if any(layer.share_rate for layer in layers):
         timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=10_000)
@@ -63,7 +65,7 @@ def step(make: Make, batch: int, fused: bool, setting: Setting, classes: int = C
         torch.compiler.cudagraph_mark_step_begin()
         with setting.autocast():
             loss = criterion(forward(images), targets)
-        if layers:
+        if has_losses:  # train.py adds nothing for EWA either
             loss = loss + timm_moe.auxiliary_loss(model)
         loss.backward()
         optimizer.step()

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.worker SUITE SETTING FILE`` writes to the results in FILE.
 
-It writes after each figure, so that what is killed loses little.
+It writes after each contest, so that what is killed loses little. Its last line is the number of
+contests whose figures there are.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ from .protocol import Contest, Row, Setting, environment, run
 def main(suite: str, options: str, file: str, until: str = "") -> None:
     """Measure a suite.
 
-    With ``until``, in seconds since 1970, only contests are measured that are missing and begin
-    before it.
+    With ``until``, in seconds since 1970, only contests are measured that are missing, and that
+    begin early enough to end before it.
     """
     stated, path = json.loads(options), Path(file)
     setting = Setting(**stated)
@@ -32,33 +33,47 @@ def main(suite: str, options: str, file: str, until: str = "") -> None:
     result = begin(suite, stated, path)
     if not until:
         result["rows"] = []
-    failed: list[str] = []
-    known = {row["contest"] for row in result["rows"]}
     result["whole"] = False
-    for found in importlib.import_module(f"benchmarks.{suite}").measure(setting):
-        if isinstance(found, Contest):
-            if found.name in known:
+    known = _contests(result)
+    names, failed = set(), []
+    try:
+        for found in importlib.import_module(f"benchmarks.{suite}").measure(setting):
+            name = found.name if isinstance(found, Contest) else found.contest
+            names.add(name)
+            if isinstance(found, Contest) and (name in known or _is_late(found, until)):
                 continue
-            if until and time.time() > float(until):
-                return
-        try:
-            rows = run(found, setting) if isinstance(found, Contest) else [found]
-        except Exception:  # the others do not depend on it
-            traceback.print_exc()
-            failed.append(found.name)
-            continue
-        for row in rows:
-            others = [
-                old
-                for old in result["rows"]
-                if (old["contest"], old["entry"]) != (row.contest, row.entry)
-            ]
-            result["rows"] = [*others, dataclasses.asdict(row)]
+            try:
+                rows = run(found, setting) if isinstance(found, Contest) else [found]
+            except Exception:  # the others do not depend on it
+                traceback.print_exc()
+                failed.append(name)
+                continue
+            for row in rows:
+                _add(row, result)
+                print(f"  {_line(row)}", file=sys.stderr, flush=True)
             _store(suite, stated, path, result)
-            print(f"  {_line(row)}", file=sys.stderr, flush=True)
-    _store(suite, stated, path, {**result, "whole": not failed})
+    finally:
+        measured = names & _contests(result)
+        print(f"{len(measured)} of {len(names)} contests", file=sys.stderr, flush=True)
+    if measured == names:
+        _store(suite, stated, path, {**result, "whole": True})
     if failed:
         sys.exit(f"Not measured, see above: {', '.join(failed)}.")
+
+
+def _contests(result: dict[str, Any]) -> set[str]:
+    return {row["contest"] for row in result["rows"]}
+
+
+def _is_late(contest: Contest, until: str) -> bool:
+    return bool(until) and time.time() + contest.seconds > float(until)
+
+
+def _add(row: Row, result: dict[str, Any]) -> None:
+    """Add a figure, in the place of an older one."""
+    new = (row.contest, row.entry)
+    others = [old for old in result["rows"] if (old["contest"], old["entry"]) != new]
+    result["rows"] = [*others, dataclasses.asdict(row)]
 
 
 def begin(suite: str, stated: dict[str, Any], path: Path) -> dict[str, Any]:

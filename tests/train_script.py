@@ -14,7 +14,8 @@ from processes import run_new, run_script
 
 from timm_moe.model_config import records_arguments
 
-SCRIPTS = os.environ.get("TIMM_SCRIPTS", "")
+#: Absolute, as the scripts run in other folders. Empty if they are not there.
+SCRIPTS = os.environ.get("TIMM_SCRIPTS", "") and str(Path(os.environ["TIMM_SCRIPTS"]).resolve())
 #: Processes that load images: timm 1.0.28 loads none without one.
 WORKERS = 0 if records_arguments() else 1
 needs_scripts = pytest.mark.skipif(

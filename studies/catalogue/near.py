@@ -5,13 +5,13 @@ It trains for 100 epochs with the paper's augmentation and optimizer.
 The size ``small`` has patches of 8 pixels, not 4, and runs on one core for about five hours a
 training.
 
-The size ``paper`` has the paper's patches of 4 pixels, and is for one GPU:
-``python -m studies near --size paper --device cuda --data-dir cifar100 --jobs 6``. It has never run
-on one. What ten
-minutes of an H100 ask for, as estimated before the first run:
+The size ``paper`` has the paper's patches of 4 pixels, and is for one GPU.
+``python -m benchmarks.programme OUTPUT study`` trains the two arms for one seed, side by side, in
+less than ten minutes of an H100. It has never run on one. What was estimated before the first run:
 
-- Six trainings are 234,000 steps of 128 images: one every 2.6 ms, or every 15 ms in each of six
-  processes. From files, study ``nearest`` took 9.2 ms, six at a time.
+- A training is 39,000 steps of 128 images. Imports, links to 60,000 files, compiling, the export
+  and validate.py take about 150 s. So 530 s allow a step every 9 ms in each of two processes; one
+  every 8 ms is expected. From files, study ``nearest`` took 9.2 ms, six at a time.
 - The GPU: 52 TFLOP an epoch are 0.13 a step, or 0.7 ms at 200 TFLOP/s. But forward and backward are
   684 kernels (EWA 720), about 3.4 ms at 5 us each: too long, so the model is compiled, which merges
   them.
@@ -21,9 +21,8 @@ minutes of an H100 ask for, as estimated before the first run:
   which is not assumed.
 - Images: 22 kernels a batch, about 0.1 ms of the host. On a CPU, timm's transforms and files take
   62 ms.
-- Imports, 50,000 files and compiling take about 90 s of the 600, which leaves 2.2 ms a step. A
-  training is evaluated by validate.py at its end, since train.py would compile the model again for
-  it.
+- A training is evaluated by validate.py at its end, since train.py would compile the model again
+  for it.
 """
 
 from ..study import Arm, Study, Training

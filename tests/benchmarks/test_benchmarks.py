@@ -37,7 +37,7 @@ def clock(monkeypatch):
     """A clock that only works move on, and no waiting for samples that are long enough."""
     now = [0.0]
     monkeypatch.setattr(protocol.time, "process_time", lambda: now[0])
-    monkeypatch.setattr(protocol, "SHORTEST_SAMPLE", 0)
+    monkeypatch.setitem(protocol.SHORTEST_SAMPLE, "cpu", 0)
     return now
 
 
@@ -108,6 +108,53 @@ def test_a_suite_whose_time_is_over_goes_on_and_adds_to_its_figures(clock, monke
     assert worker.begin("tiny", stated, file)["rows"] == []
     worker.main("tiny", json.dumps(stated), str(file))  # without a limit all is measured
     assert len(timed) == 12
+
+
+def test_a_contest_that_would_not_end_in_time_makes_way_for_a_shorter_one(
+    clock, monkeypatch, tmp_path, capsys
+):
+    def measure(setting):
+        for name, seconds in (("first", 20), ("long", 120), ("short", 20)):
+            yield Contest(name, {"dense": _taking(1.0, clock)}, seconds=seconds)
+
+    monkeypatch.setitem(sys.modules, "benchmarks.tiny", SimpleNamespace(measure=measure))
+    monkeypatch.setattr(protocol.time, "time", lambda: 0.0)
+    worker.main("tiny", json.dumps({"rounds": 2}), str(tmp_path / "cpu.json"), "60")
+    kept = worker.begin("tiny", {"rounds": 2}, tmp_path / "cpu.json")
+    assert [row["contest"] for row in kept["rows"]] == ["first", "short"]
+    assert not kept["whole"]
+    assert capsys.readouterr().err.splitlines()[-1] == "2 of 3 contests"
+
+
+def test_an_interrupted_suite_counts_what_it_has(clock, monkeypatch, tmp_path, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def measure(setting):
+        yield Contest("first", {"dense": _taking(1.0, clock)})
+        yield Contest("second", {"dense": interrupted})
+
+    monkeypatch.setitem(sys.modules, "benchmarks.tiny", SimpleNamespace(measure=measure))
+    with pytest.raises(KeyboardInterrupt):
+        worker.main("tiny", json.dumps({"rounds": 2}), str(tmp_path / "cpu.json"), "inf")
+    kept = worker.begin("tiny", {"rounds": 2}, tmp_path / "cpu.json")
+    assert [row["contest"] for row in kept["rows"]] == ["first"]
+    assert capsys.readouterr().err.splitlines()[-1] == "1 of 2 contests"
+
+
+def test_results_of_another_machine_are_added_to_its_own(monkeypatch, tmp_path, capsys):
+    place = {"device": "NVIDIA H100 80GB HBM3"}
+    result = {"setting": {"device": "cuda"}, "environment": place, "rows": []}
+    (tmp_path / "results").mkdir()
+    file = tmp_path / "results/cuda-nvidia-h100-80gb-hbm3.json"
+    file.write_text(json.dumps({"steps": {**result, "rows": ["old"]}, "modes": "old"}))
+    (tmp_path / "steps.json").write_text(json.dumps({"modes": result}))
+    monkeypatch.setattr("benchmarks.__main__.FOLDER", tmp_path)
+    monkeypatch.setattr(report, "write", lambda folder: print("report of", folder))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--add", str(tmp_path / "steps.json")])
+    main()
+    assert json.loads(file.read_text()) == {"steps": {**result, "rows": ["old"]}, "modes": result}
+    assert capsys.readouterr().out == f"report of {tmp_path / 'results'}\n"
 
 
 def test_a_command_that_measures_nothing_is_refused(monkeypatch, capsys):

@@ -1,7 +1,7 @@
 """Training on a GPU.
 
-Tested are the memory of an EWA step, DistributedDataParallel, and timm's train.py with mixed
-precision.
+Tested are the memory of an EWA step, a step that is captured, DistributedDataParallel, and timm's
+train.py with mixed precision.
 """
 
 import copy
@@ -11,7 +11,7 @@ import weakref
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, write_images
+from common import SMALL_VIT, family, write_images
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,6 +80,37 @@ def test_an_ewa_step_takes_no_more_memory_than_its_gradients_and_a_fiftieth(devi
         sizes.append(sum(parameter.nbytes for parameter in model.parameters()))
     assert peaks[0] > 4 * sizes[0]  # activations, above all
     assert peaks[1] <= 1.02 * peaks[0] + sizes[1] - sizes[0]
+
+
+def test_a_captured_step_averages_at_the_rate_of_each_update(device):
+    """On a CPU the step is called instead of replayed, by an optimizer that lets it be captured."""
+    models = [family("random partition").to(device) for _ in range(2)]
+    averagings, steps = [], []
+    for model, is_captured in zip(models, (False, True), strict=True):
+        kind = torch.optim.AdamW if device == "cuda" else torch.optim.SGD
+        optimizer = kind(model.parameters(), lr=1e-2)
+        optimizer.param_groups[0]["capturable"] = is_captured
+        averagings.append(
+            timm_moe.ExpertWeightAveraging(model, optimizer, 0.3, "linear", total_updates=5)
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        steps.append(optimizer.step)
+    for update in range(5):
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            gradient = torch.randn_like(parameters[0])
+            for parameter in parameters:
+                parameter.grad.copy_(gradient)
+        if update == 1 and device == "cuda":  # after a step that makes the optimizer's state
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                steps[1]()
+            steps[1] = graph.replay
+        for step in steps:
+            step()
+        assert [averaging.updates for averaging in averagings] == [update + 1] * 2
+        for expected, actual in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(

@@ -1,11 +1,17 @@
 """Compiled training steps on a GPU, CUDA graphs among them: eager mode's, and without a wait."""
 
+import copy
+
 import pytest
 import torch
 from common import without_draws
 from devices import waits
+from timm.layers import Mlp
+from torch import nn
 
 import timm_moe
+from timm_moe.layers import MoeMlp, TopKRouter
+from timm_moe.layers.grouped import multiplies_by_offsets
 
 NAMES = (
     "top-2, capacity",
@@ -24,7 +30,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
+in_each_way = pytest.mark.parametrize(
     ("device", "options"),
     [
         pytest.param(
@@ -34,6 +40,9 @@ WAYS = {
     ],
     indirect=["device"],
 )
+
+
+@in_each_way
 @pytest.mark.ci
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_steps_are_those_of_eager_mode(device, options, name):
@@ -72,3 +81,32 @@ def test_compiled_steps_are_those_of_eager_mode(device, options, name):
         images = torch.randn(4, 3, 32, 32, device=device)
         with waits(device, 0):
             backward(1, images)
+
+
+@in_each_way
+@pytest.mark.ci
+def test_compiled_layers_without_a_capacity_are_those_of_eager_mode_in_bfloat16(device, options):
+    """Where ``grouped_mm`` has kernels, it multiplies, and the host does not wait."""
+    torch.compiler.reset()
+    router = TopKRouter(32, 4, 2, capacity_factor=None)
+    nn.init.normal_(router.weight)
+    eager = MoeMlp(Mlp(32, 64), router, 4, "independent").to(device)
+    layers = eager, copy.deepcopy(eager)
+    calls = eager, torch.compile(layers[1], **options)
+
+    def outcome(number, x):
+        layers[number].zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            y = calls[number](x)
+        (y.square().mean() + timm_moe.auxiliary_loss(nn.Sequential(layers[number]))).backward()
+        return [y.detach().clone(), *(p.grad.clone() for p in layers[number].parameters())]
+
+    for _ in range(4):
+        x = torch.randn(4, 16, 32, device=device)
+        for expected, actual in zip(outcome(0, x), outcome(1, x), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)
+    with torch.autocast(device, torch.bfloat16):
+        is_grouped = multiplies_by_offsets(x.flatten(0, 1), 64)
+    if is_grouped:
+        with waits(device, 0):
+            outcome(1, x)

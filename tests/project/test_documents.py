@@ -81,6 +81,7 @@ NOT_RUN = {
     "mypy": "a part of .ci/run",
     ".ci/run": "runs this file too",
     "python tests/timm_models.py": "timm's tests, a part of .ci/run",
+    "python -m benchmarks": "results of other machines: tests/benchmarks/test_benchmarks.py",
     "python -m benchmarks.programme": "takes a GPU: tests/benchmarks/test_programme.py",
     "python -m studies": "trains for days: tests/studies/test_runs.py",
     "python -m studies.script": "tests/studies/rivals/test_scripts.py",

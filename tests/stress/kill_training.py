@@ -50,7 +50,7 @@ def start(folder: Path, epochs: int, resume: Path | None) -> subprocess.Popen:
     command = [
         *(
             sys.executable,
-            Path(os.environ["TIMM_SCRIPTS"], "train.py"),
+            Path(os.environ["TIMM_SCRIPTS"], "train.py").resolve(),
             "--model",
             MODEL,
             "--num-classes",
