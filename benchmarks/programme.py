@@ -203,8 +203,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A session of its own would go on if the programme were killed.
-                preexec_fn=os.setpgrp,
+                preexec_fn=_be_a_group,
             )
 
     def has_ended(self) -> bool:
@@ -257,6 +256,16 @@ def _run(part: Part, limit: float, output: Path) -> list[Job]:
             with (output / "summary.txt").open("a") as summary:
                 summary.write(f"{line}\n")
     return jobs
+
+
+def _be_a_group() -> None:
+    """Begin a process group, which signals reach as a whole.
+
+    A session of its own would go on if the programme were killed. SIGINT is ignored in what a
+    script starts in the background, and Python then leaves it so.
+    """
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _wait(jobs: Sequence[Job], seconds: float) -> None:

@@ -215,7 +215,8 @@ def test_images_are_prepared_as_train_py_evaluates(tmp_path, name, options):
     timm_moe.export_dense(file, tmp_path / "vit")
     exported = timm.create_model(f"local-dir:{tmp_path / 'vit'}")
     of_validate_py = resolve_data_config({}, model=exported, use_test_size=True)
-    for entry in ("input_size", "interpolation", "crop_pct", "crop_mode"):
+    assert tuple(of_validate_py["input_size"]) == of_train_py["input_size"]
+    for entry in ("interpolation", "crop_pct", "crop_mode"):
         assert of_validate_py[entry] == of_train_py[entry], entry
     spec = ModelSpec(preprocessing=dict(crop_mode="border"))
     assert load_source(file, spec).pretrained_cfg["crop_mode"] == "border"
