@@ -83,6 +83,7 @@ def test_a_command_has_passed_if_it_counts_all_that_it_should_do(printed, outcom
     assert summary(tmp_path) == [("name", outcome, told)]
 
 
+@pytest.mark.ci
 def test_a_part_ends_at_its_limit_with_what_it_has(tmp_path, monkeypatch):
     monkeypatch.setattr(programme, "GRACE", 3)
     logs, result = tmp_path / "runs", tmp_path / "near.json"
@@ -116,6 +117,7 @@ def test_a_part_ends_at_its_limit_with_what_it_has(tmp_path, monkeypatch):
     assert (tmp_path / "out/near.json").read_text() == "{}"
 
 
+@pytest.mark.ci
 def test_what_a_command_leaves_running_ends_with_it(tmp_path):
     child = f"import pathlib, time; time.sleep(4); pathlib.Path('{tmp_path}/late').touch()"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
