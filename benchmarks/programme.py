@@ -119,8 +119,18 @@ def programme(
     folder = scratch / "study"
     study = Command(
         (
-            *("-m", "studies", "near", "--size", "paper", *on_device, "--jobs", "2"),
-            *("--missing", "--output", str(folder), *study_options),
+            "-m",
+            "studies",
+            "near",
+            "--size",
+            "paper",
+            *on_device,
+            "--jobs",
+            "2",
+            "--missing",
+            "--output",
+            str(folder),
+            *study_options,
         ),
         logs=folder,
         result=ROOT / "studies/results/near-paper.json",

@@ -235,7 +235,7 @@ def test_a_model_in_memory_sees_images_of_its_type(splits, model, dtype):
 
 
 def test_a_model_in_memory_stays_on_its_device_unless_one_is_stated(splits, model, monkeypatch):
-    """As on a machine with a GPU, where moving the model would fail here."""
+    """Pretend that there is a GPU, so that moving the model would fail."""
     expected = evaluate([model], image_folder(splits), inference=HERE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     here = Inference(batch_size=7, workers=0)

@@ -86,7 +86,7 @@ def test_compiled_steps_are_those_of_eager_mode(device, options, name):
 @in_each_way
 @pytest.mark.ci
 def test_compiled_layers_without_a_capacity_are_those_of_eager_mode_in_bfloat16(device, options):
-    """Where ``grouped_mm`` has kernels, it multiplies, and the host does not wait."""
+    """Compare the way without a wait of the host, where ``grouped_mm`` has kernels."""
     torch.compiler.reset()
     router = TopKRouter(32, 4, 2, capacity_factor=None)
     nn.init.normal_(router.weight)

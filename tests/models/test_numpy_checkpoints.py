@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 from common import make_model
+from families import SMALL
 
 from timm_moe import moe_layers
 
@@ -97,13 +98,7 @@ def test_a_widenet_refuses_it(files):
 
 def test_a_model_whose_stock_class_reads_none_says_so(files):
     swin = timm.create_model(
-        "swin_tiny_patch4_window7_224_ewa_moe",
-        img_size=56,
-        patch_size=4,
-        embed_dim=32,
-        depths=(2, 2),
-        num_heads=(2, 2),
-        window_size=7,
+        "swin_tiny_patch4_window7_224_ewa_moe", **SMALL["swin_tiny_patch4_window7_224"]
     )
     with pytest.raises(NotImplementedError, match="SwinTransformer"):
         timm.models.load_checkpoint(swin, str(files[0]))

@@ -28,7 +28,7 @@ class Mode(Enum):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the graph runs where this package's operators are unknown."""
+        """Tell if the graph runs where this package's operators are unknown."""
         return self in (Mode.TRACED, Mode.ONNX)
 
 

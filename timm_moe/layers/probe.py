@@ -1,4 +1,4 @@
-"""What a feed-forward network does with rows, tried on the meta device at no cost."""
+"""Trial of a feed-forward network on the meta device, where rows have no values and no cost."""
 
 import contextlib
 import copy
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Probe(NamedTuple):
-    """What a network does with rows.
+    """Result of a trial of a network on rows.
 
     Attributes:
         width: D, the width of the rows that it takes; 0 if it has no linear layers.

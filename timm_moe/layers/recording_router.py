@@ -187,8 +187,10 @@ class RecordingRouter(Router):
                     "use_reentrant=False."
                 )
             return
-        # A frozen router keeps its bias.
-        if self.balancing_bias is not None and any(own.requires_grad for own in self.parameters()):
+        # A frozen router keeps its bias, and is not to be balanced by the layers before it either.
+        parameters = list(self.parameters())
+        is_trained = any(parameter.requires_grad for parameter in parameters)
+        if self.balancing_bias is not None and is_trained:
             self.balancing_bias.count(load_GE.sum(0))
         # Compiled code does not look at the state: with other values it would be compiled to
         # another graph, and checkpointing fails. It cannot tell a repetition in backward from a
@@ -196,10 +198,8 @@ class RecordingRouter(Router):
         if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
             # A part of the model is called by itself after the losses of a forward were added.
             self._begin(Begun.TASK if self.begun is Begun.TASK else Begun.NOTHING)
-        # A frozen router is not to be balanced by the layers before it, either.
-        own = list(self.parameters())
-        is_trained = not own or any(parameter.requires_grad for parameter in own)
-        weighted = [self.loss_weights[name] * loss for name, loss in losses.items() if is_trained]
+        due = losses if is_trained or not parameters else {}
+        weighted = [self.loss_weights[name] * loss for name, loss in due.items()]
         record = RouterRecord(
             losses={name: loss.detach() for name, loss in losses.items()},
             weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,

@@ -243,7 +243,7 @@ def of_patches(experts_IP, labels_IP):
 
 
 def test_by_chance_the_patches_of_an_image_stay_together():
-    """Of images that go anywhere the patches say no more of the classes than the images do."""
+    """Patches say no more of the classes than their images, where these go anywhere."""
     random = np.random.default_rng(0)
     experts = random.integers(0, 4, 30).tolist()
     images = made_up(experts, 4, [number % 5 for number in range(30)])
