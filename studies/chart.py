@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from timm_moe.analysis.paired import Difference
+
 from .outcome import Outcome
-from .statistics import Difference
 
 #: From the epoch to the mean over the seeds of train_loss, eval_loss and eval_top1.
 Curve = dict[int, dict[str, float]]
@@ -84,7 +85,7 @@ def _figure(path: Path, columns: int, inches: tuple[float, float]) -> Iterator[A
 
 def _draw_differences(axes: Any, shown: dict[str, Difference], label: str) -> None:
     means = [pair.mean for pair in shown.values()]
-    halves = [pair.mean - pair.low if pair.seeds > 1 else math.nan for pair in shown.values()]
+    halves = [pair.mean - pair.low if pair.pairs > 1 else math.nan for pair in shown.values()]
     axes.errorbar(means, range(len(shown)), xerr=halves, fmt="o", capsize=3)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(shown)), list(shown))

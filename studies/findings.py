@@ -2,7 +2,7 @@
 
 import re
 
-from timm_moe.analysis.intervals import BETTER, WORSE
+from timm_moe.analysis.paired import BETTER, WORSE
 
 from .outcome import Outcome
 from .study import Finding

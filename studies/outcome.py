@@ -6,8 +6,10 @@ from functools import cached_property
 from statistics import mean
 from typing import Any
 
+from timm_moe.analysis.paired import Difference
+
 from .measure import Figure
-from .statistics import Difference, by_seed, holm, paired
+from .statistics import by_seed, holm, paired
 from .study import Arm, Size, Study
 
 #: CPU seconds, MiB at the peak and the device, by seed.

@@ -10,12 +10,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from timm_moe.analysis.paired import Difference
+
 from . import results
 from .catalogue import STUDIES
 from .catalogue.ensembles import PBE
 from .catalogue.students import LONG
 from .outcome import Outcome
-from .statistics import Difference
 
 RESULTS = Path(__file__).parent / "results"
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "methods.png"

@@ -10,7 +10,7 @@ from statistics import mean, median
 
 from scipy.stats import sem
 
-from timm_moe.analysis.intervals import BETTER, CONFIDENCE, WORSE
+from timm_moe.analysis.paired import BETTER, CONFIDENCE, WORSE, Difference
 
 from .catalogue import STUDIES
 from .chart import chart_name, curves, curves_name, differences, draw
@@ -19,7 +19,6 @@ from .measure import Figure
 from .outcome import Outcome, costs_of_studies, hours, ratio
 from .results import read
 from .routed import routed_share
-from .statistics import Difference
 from .study import Arm, Size
 
 NOTHING = "No study has been run yet."
@@ -287,7 +286,7 @@ def _judged(outcome: Outcome, pair: tuple[str, str], figure: Figure) -> str:
         return ""
     text = _interval(found, figure)
     corrected = outcome.corrected(first, second, figure)
-    if corrected is not None and found.seeds > 2:
+    if corrected is not None and found.pairs > 2:
         text += f", Holm's p {'< 0.001' if corrected < 0.001 else f'= {corrected:.3f}'}"
     verdict = outcome.verdict(first, second, figure) if figure.sign else ""
     return f"{text}, {verdict}" if verdict in (BETTER, WORSE) else text
@@ -297,7 +296,7 @@ def _interval(found: Difference, figure: Figure) -> str:
     low, middle, high = (
         f"{value:+.{figure.decimals}f}" for value in (found.low, found.mean, found.high)
     )
-    return f"{middle} ({low} to {high})" if found.seeds > 1 else middle
+    return f"{middle} ({low} to {high})" if found.pairs > 1 else middle
 
 
 def _trained_by(arm: Arm, size: Size) -> str:
@@ -314,7 +313,7 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
     """Report seeds, widths of the intervals, hardware, versions, resumed trainings and time."""
     seeds = {seed for arm in outcome.size.arms for seed in outcome.seeds(arm.name)}
     yield f"Seeds {', '.join(sorted(seeds, key=int))}."
-    halves = [found.high - found.mean for found in differences(outcome).values() if found.seeds > 1]
+    halves = [found.high - found.mean for found in differences(outcome).values() if found.pairs > 1]
     if halves:
         figure = outcome.study.measure.figures[0]
         half = f"{median(halves):.{figure.decimals}f}"

@@ -3,7 +3,8 @@
 They are those of EWA, figure 2 and its ablations.
 """
 
-from ..statistics import UNCLEAR
+from timm_moe.analysis.paired import UNCLEAR
+
 from ..study import Arm, Finding, Study, compare
 from .scratch import DENSE, LINEAR, ewa
 from .settings import paper, small

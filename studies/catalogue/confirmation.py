@@ -1,7 +1,8 @@
 """The leaders of the search on new classes and seeds, with dense arms that may explain the gain."""
 
+from timm_moe.analysis.paired import BETTER, UNCLEAR
+
 from ..deploy import Export
-from ..statistics import BETTER, UNCLEAR
 from ..study import Arm, Finding, Images, Study, Training, compare
 from .search import (
     ANNEALED,

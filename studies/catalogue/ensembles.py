@@ -1,8 +1,9 @@
 """pBE, an ensemble inside one sparse model, and its rivals (pBE, tables 3 and 9)."""
 
+from timm_moe.analysis.paired import BETTER, UNCLEAR, WORSE
+
 from ..deploy import Checkpoint, Export
 from ..measure import Evaluation
-from ..statistics import BETTER, UNCLEAR, WORSE
 from ..study import Arm, Compared, Finding, Study, Training, Use, compare
 from .scratch import DENSE
 from .settings import SMALL_FURTHER, paper, small

@@ -1,7 +1,8 @@
 """EWA in fine-tuning of a trained network on other classes (EWA, table 4)."""
 
+from timm_moe.analysis.paired import BETTER, UNCLEAR
+
 from ..deploy import Export
-from ..statistics import BETTER, UNCLEAR
 from ..study import Arm, Finding, Images, Study, Training, Use, compare
 from .settings import PAPER_OPTIONS, RAND_AUGMENT, paper, small
 

@@ -5,7 +5,8 @@ It trains ViT-XT on all of CIFAR-100 with the paper's recipe.
 Only the epochs are fewer: 10 in place of 100. ``scratch --size paper`` states all 100.
 """
 
-from ..statistics import UNCLEAR
+from timm_moe.analysis.paired import UNCLEAR
+
 from ..study import Arm, Finding, Study, Training, compare
 from .settings import AUGMENTATION, OPTIMIZER, paper
 

@@ -15,9 +15,10 @@ Budget: 75 trainings of about 10 minutes of one core, and 90 measurements of abo
 hours in all.
 """
 
+from timm_moe.analysis.paired import BETTER, UNCLEAR, WORSE
+
 from ..deploy import Export
 from ..measure import Corruptions
-from ..statistics import BETTER, UNCLEAR, WORSE
 from ..study import Arm, Compared, Finding, Images, Study, Training, compare
 from .settings import OPTIMIZER, PIXELS, paper, small
 

@@ -11,8 +11,9 @@ second block and begin independently. A token is never dropped, except by Expert
 Budget: 21 trainings of about 7 minutes of one core, three hours with the measurements.
 """
 
+from timm_moe.analysis.paired import BETTER, UNCLEAR, WORSE
+
 from ..deploy import Export
-from ..statistics import BETTER, UNCLEAR, WORSE
 from ..study import Arm, Finding, Study, Training, compare, slug
 from .recipe import IMAGES, RECIPES
 from .settings import OPTIMIZER, PIXELS, paper, small

@@ -1,7 +1,8 @@
 """Routed experts, kept: the naive MoE, and Early EWA (EWA, table 5)."""
 
+from timm_moe.analysis.paired import UNCLEAR
+
 from ..deploy import Export
-from ..statistics import UNCLEAR
 from ..study import Arm, Finding, Study, Training, compare
 from .scratch import DENSE, LINEAR
 from .settings import PAPER_OPTIONS, PIXELS, paper, small

@@ -1,7 +1,8 @@
 """EWA and its rivals, trained from scratch (EWA, table 2)."""
 
+from timm_moe.analysis.paired import BETTER, UNCLEAR, WORSE
+
 from ..deploy import Export, LatestAverage
-from ..statistics import BETTER, UNCLEAR, WORSE
 from ..study import Arm, Finding, Study, Training, Use, compare
 from .settings import paper, small
 

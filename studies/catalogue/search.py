@@ -7,7 +7,7 @@ regularization has something to gain; in the other studies a network has not lea
 images after 30 epochs.
 """
 
-from timm_moe.analysis.intervals import TOO_FEW
+from timm_moe.analysis.paired import TOO_FEW
 
 from ..deploy import Export
 from ..study import Arm, Finding, Images, Study, Training, compare

@@ -1,7 +1,8 @@
 """From a sparse teacher to a dense student (OneS, table 1)."""
 
+from timm_moe.analysis.paired import BETTER, UNCLEAR, WORSE
+
 from ..deploy import Export
-from ..statistics import BETTER, UNCLEAR, WORSE
 from ..study import Arm, Compared, Finding, Study, Training, Use, compare, slug
 from .settings import SMALL_FURTHER, imagenet, small
 from .widenet import WIDENET

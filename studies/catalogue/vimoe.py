@@ -1,7 +1,8 @@
 """Image-level experts in a trained network, with and without a shared expert (ViMoE, table 7)."""
 
+from timm_moe.analysis.paired import BETTER, UNCLEAR, WORSE
+
 from ..deploy import Export
-from ..statistics import BETTER, UNCLEAR, WORSE
 from ..study import Arm, Finding, Study, Training, Use, compare, slug
 from .scratch import DENSE
 from .settings import RAND_AUGMENT, SMALL_FURTHER, paper, small

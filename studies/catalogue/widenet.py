@@ -1,7 +1,8 @@
 """One MoE shared by all blocks (WideNet, table 3)."""
 
+from timm_moe.analysis.paired import UNCLEAR
+
 from ..deploy import Export
-from ..statistics import UNCLEAR
 from ..study import Arm, Finding, Study, Training, compare
 from .scratch import DENSE
 from .settings import imagenet, small

@@ -27,7 +27,7 @@ from studies.results import read
 from studies.statistics import holm
 from studies.study import Arm, Compared, Finding, compare
 from timm_moe.analysis.info import byte_text, model_info
-from timm_moe.analysis.intervals import BETTER, TOO_FEW, UNCLEAR, WORSE
+from timm_moe.analysis.paired import BETTER, TOO_FEW, UNCLEAR, WORSE
 
 RESULTS = ROOT / "studies" / "results"
 HALF = "dense, initial weights / 2 in the converted networks"

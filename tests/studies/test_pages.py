@@ -20,7 +20,7 @@ from studies.routed import routed_share
 from studies.runs import Place, Run
 from studies.statistics import holm, paired
 from studies.study import Arm, Finding, Training, Use, compare
-from timm_moe.analysis.intervals import BETTER, TOO_FEW, UNCLEAR, WORSE, half_width
+from timm_moe.analysis.paired import BETTER, TOO_FEW, UNCLEAR, WORSE, half_width
 
 RESULTS = ROOT / "studies" / "results"
 
@@ -156,7 +156,7 @@ def test_an_interaction_is_a_difference_of_differences_paired_by_seed(two_recipe
     assert (found.low, found.mean, found.high) == pytest.approx(
         (test.low, np.mean(strong - weak), test.high)
     )
-    assert found.seeds == 3
+    assert found.pairs == 3
     cells = rows_of(page.section(outcome))["*EWA weak* to *EWA strong*"]
     assert cells[:3] == [
         "change of the difference",
@@ -240,7 +240,7 @@ def test_a_difference_is_the_paired_interval():
     )
     assert (got.low, got.high) == pytest.approx((test.low, test.high))
     assert got.mean == pytest.approx((1.1 + 2.1 + 0.2) / 3)
-    assert got.seeds == 3
+    assert got.pairs == 3
     assert paired(first, {"9": 1.0}) is None
     assert paired({"0": 1.0}, {"0": 2.0}).verdict(1) == TOO_FEW
     # The same difference twice.

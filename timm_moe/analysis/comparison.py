@@ -22,7 +22,7 @@ from .evaluation import Figures, predictions
 try:
     from scipy.stats import binomtest
 
-    from .intervals import LEAST_PAIRS, half_width, verdict
+    from .paired import LEAST_PAIRS, Difference
 except ModuleNotFoundError as error:
     raise ImportError(f"Comparing needs {error.name}: pip install 'timm_moe[evaluate]'.") from error
 
@@ -90,23 +90,6 @@ class Measured:
     options: dict[str, Any]
     figures: dict[str, float]
     right: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean difference of a figure over runs paired by seed, with Student's 95 % interval.
-
-    Attributes:
-        mean: a method minus the first one.
-        low: lower end; minus infinity for one pair.
-        high: upper end.
-        pairs: number of pairs.
-    """
-
-    mean: float
-    low: float
-    high: float
-    pairs: int
 
 
 @dataclass(frozen=True)
@@ -282,7 +265,7 @@ def compare(measured: Sequence[Measured]) -> list[Comparison]:
     for group in others:
         pairs = _pairs(groups[first], groups[group])
         differences = {
-            name: _difference([own.figures[name] - base.figures[name] for base, own in pairs])
+            name: Difference.of([own.figures[name] - base.figures[name] for base, own in pairs])
             for name, *_ in FIGURES
             if pairs
         }
@@ -317,12 +300,6 @@ def _pairs(
     return [(by_seed[each.seed], each) for each in second if each.seed in by_seed]
 
 
-def _difference(values: Sequence[float]) -> Difference:
-    middle = mean(values)
-    half = half_width(values)
-    return Difference(middle, middle - half, middle + half, len(values))
-
-
 # --- what is shown
 
 
@@ -352,8 +329,8 @@ def _written(difference: Difference, factor: float, decimals: int, sign: int) ->
     if difference.pairs < 2:
         return middle
     low, high = (f"{factor * end:+.{decimals}f}" for end in (difference.low, difference.high))
-    judged = verdict(difference.mean, difference.low, difference.high, difference.pairs, sign)
-    return f"{middle} (95 % interval {low} to {high}, {difference.pairs} pairs), {judged}"
+    interval = f"95 % interval {low} to {high}, {difference.pairs} pairs"
+    return f"{middle} ({interval}), {difference.verdict(sign)}"
 
 
 def _notes(comparison: Comparison) -> Iterator[str]:
