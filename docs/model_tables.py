@@ -14,7 +14,7 @@ from paper_figures import FIGURES, PAPERS, number_text
 from timm.models import get_arch_pretrained_cfgs, model_entrypoint
 
 from timm_moe.analysis.info import activation_bytes, byte_text, model_info
-from timm_moe.convert.blocks import activated_parameters, moe_layers, parameters
+from timm_moe.convert.expert_layers import activated_parameters, moe_layers, parameters
 from timm_moe.convert.find import ffn_paths
 from timm_moe.models import ewa
 from timm_moe.models.registered import is_named_after_stock, registered_models, weightless_model

@@ -17,7 +17,7 @@ from timm.utils import ParseKwargs
 from torch import nn
 
 from timm_moe.analysis.info import evaluation_cost, forward_cost
-from timm_moe.convert.blocks import (
+from timm_moe.convert.expert_layers import (
     activated_parameters,
     moe_layers,
     parameters,

@@ -38,7 +38,7 @@ from timm.models import model_entrypoint, vision_transformer_hybrid
 from torch import Tensor, nn
 
 import timm_moe
-from timm_moe.convert.blocks import parameters
+from timm_moe.convert.expert_layers import parameters
 from timm_moe.model_config import model_input_size
 from timm_moe.models.ewa import architectures
 from timm_moe.models.registered import weightless_model

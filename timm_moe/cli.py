@@ -42,7 +42,7 @@ from .checkpoints import swin_moe, vmoe
 from .checkpoints.source import ModelSpec, folder_of, load_source
 from .checkpoints.stated import SOURCE_PREFIXES
 from .console import PrintableFormatter, describe, show
-from .convert.blocks import moe_layers
+from .convert.expert_layers import moe_layers
 from .export.export import Export, export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_apart, check_folder, check_writable, write_json, written_whole

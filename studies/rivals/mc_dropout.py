@@ -10,7 +10,7 @@ from typing import Any
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from timm_moe.convert.blocks import moe_layers
+from timm_moe.convert.expert_layers import moe_layers
 from timm_moe.layers import tile
 from timm_moe.layers.experts import dropouts
 

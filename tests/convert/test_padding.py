@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import timm_moe
-from timm_moe.convert.blocks import expert_parameters
+from timm_moe.convert.expert_layers import expert_parameters
 from timm_moe.convert.hooks import note_padding
 from timm_moe.training.router_losses import routing_summary
 

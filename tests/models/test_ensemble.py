@@ -28,7 +28,7 @@ import timm_moe
 from timm_moe.analysis.demo import load_images
 from timm_moe.analysis.metrics import PairwiseKL
 from timm_moe.checkpoints.vmoe import import_checkpoint, state_dict_from_flax
-from timm_moe.convert.blocks import activated_parameters, parameters_of_an_expert
+from timm_moe.convert.expert_layers import activated_parameters, parameters_of_an_expert
 from timm_moe.layers import (
     EnsembleRouter,
     MoeMlp,

@@ -13,7 +13,7 @@ import torch
 from timm.optim import create_optimizer_v2
 
 import timm_moe
-from timm_moe.convert.blocks import parameters
+from timm_moe.convert.expert_layers import parameters
 from timm_moe.export.export import export_moe
 from timm_moe.models.locality import (
     LocalityAttention,

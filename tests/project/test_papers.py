@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from timm_moe import convert_to_moe
-from timm_moe.convert.blocks import activated_parameters, parameters
+from timm_moe.convert.expert_layers import activated_parameters, parameters
 from timm_moe.models.registered import (
     is_named_after_stock,
     registered_models,

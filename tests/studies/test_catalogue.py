@@ -28,7 +28,7 @@ from studies.weight_average import main as write_average
 from timm_moe import ExpertWeightAveraging, moe_layers
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.info import evaluation_cost
-from timm_moe.convert.blocks import parameters
+from timm_moe.convert.expert_layers import parameters
 from timm_moe.models.registered import weightless_model
 
 

@@ -17,7 +17,7 @@ from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source
-from ..convert.blocks import unwrapped
+from ..convert.wrappers import unwrapped
 from ..model_config import get_pretrained_cfg, preprocessing
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..console import in_layers
-from ..convert.blocks import activated_parameters, moe_layers, parameters
 from ..convert.dense import to_dense
+from ..convert.expert_layers import activated_parameters, moe_layers, parameters
 from ..convert.find import ffn_paths
 from ..model_config import model_input_size, preprocessing
 from ..models.registered import check_registered, weightless_model

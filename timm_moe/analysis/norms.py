@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from ..convert.blocks import unwrapped
+from ..convert.wrappers import unwrapped
 
 
 def norm_divergence(model: nn.Module) -> dict[str, Tensor]:

@@ -17,9 +17,10 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ..console import describe, shortened
-from ..convert.blocks import copy_sharing_tensors, moe_layers, unwrapped
 from ..convert.dense import require_weights
+from ..convert.expert_layers import moe_layers
 from ..convert.registry import router_options
+from ..convert.wrappers import copy_sharing_tensors, unwrapped
 from ..model_config import (
     check_preprocessing,
     get_pretrained_cfg,

@@ -1,9 +1,9 @@
 """A network becomes experts, and back."""
 
 from . import built_in_routers  # noqa: F401  (registers the routers of this package)
-from .blocks import expert_parameters, moe_layers
 from .convert import convert_to_moe
 from .dense import to_dense
+from .expert_layers import expert_parameters, moe_layers
 from .find import ffn_paths
 from .registry import RouterSpec, register_router
 

@@ -13,12 +13,14 @@ from ..layers import EwaMlp, MoeMlp, SharedExpertMlp, SoftMoeMlp
 from ..layers.checks import check_integer
 from ..layers.probe import probe
 from ..schedules import check_share_rate, get_schedule
-from .blocks import ModelT, described, put, refuse_wrapped, select_blocks
+from .blocks import put, select_blocks
 from .check import check_weights
+from .expert_layers import described
 from .find import Modules, find_networks
 from .hooks import add_hooks
 from .registry import MakeRouter, RouterSpec, get_spec, split_options
 from .split import has_images_first
+from .wrappers import ModelT, refuse_wrapped
 
 _logger = logging.getLogger(__name__)
 

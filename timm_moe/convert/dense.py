@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .blocks import copied, is_sharded, moe_layers, put, unwrapped, whole_experts
+from .blocks import put
+from .expert_layers import moe_layers, whole_experts
 from .gather import get_method
 from .hooks import remove_hooks
+from .wrappers import copied, is_sharded, unwrapped
 
 _logger = logging.getLogger(__name__)
 

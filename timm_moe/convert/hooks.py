@@ -13,7 +13,7 @@ from torch.fx import Proxy
 from torch.utils.hooks import RemovableHandle
 
 from ..layers import MoeMlp, RecordingRouter, begin_forward
-from .blocks import expert_parameters, moe_layers
+from .expert_layers import expert_parameters, moe_layers
 from .split import has_tokens_first
 
 _logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
 from ..console import in_layers
-from ..convert.blocks import activated_parameters, moe_layers, parameters
+from ..convert.expert_layers import activated_parameters, moe_layers, parameters
 from ..model_config import get_pretrained_cfg, model_input_size
 from ..models.publications import PUBLICATIONS, papers_of
 from ..models.registered import is_registered_here, registrar

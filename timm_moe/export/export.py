@@ -9,8 +9,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoints.source import load_source, own_copy
-from ..convert.blocks import moe_layers, parameters
 from ..convert.dense import to_dense_
+from ..convert.expert_layers import moe_layers, parameters
 from ..files import check_apart, check_folder, holds_something, publish, staged
 from ..models.mixin import state_as_stock
 from ..models.registered import registrar

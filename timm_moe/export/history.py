@@ -16,7 +16,7 @@ from torch import nn
 from ..checkpoints.source import Origin
 from ..checkpoints.stated import ENTRY, SOURCE_PREFIXES
 from ..console import describe
-from ..convert.blocks import moe_layers, numbers_of_experts, parameters
+from ..convert.expert_layers import moe_layers, numbers_of_experts, parameters
 from ..layers import EwaMlp, SharedExpertMlp
 from ..model_config import get_pretrained_cfg, is_single, shown
 from ..training.summary import DamagedTable, read_summary

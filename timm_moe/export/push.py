@@ -27,7 +27,7 @@ from torch import nn
 from ..checkpoints.source import ModelSpec, folder_of, load_source, require_config
 from ..checkpoints.stated import ENTRY
 from ..console import describe
-from ..convert.blocks import moe_layers
+from ..convert.expert_layers import moe_layers
 from ..files import require_file
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts

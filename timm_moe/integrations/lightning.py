@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers
+from ..convert.expert_layers import moe_layers
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import Started, expert_statistics, start_averaging
 from ..training.optimizers import is_distributed

@@ -45,7 +45,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert.blocks import described, expert_biases, expert_parameters, unwrapped
+from ..convert.expert_layers import described, expert_biases, expert_parameters
+from ..convert.wrappers import unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..model_config import records_arguments

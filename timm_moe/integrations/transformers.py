@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..convert.blocks import moe_layers
+from ..convert.expert_layers import moe_layers
 from ..convert.hooks import check_loaded_layers
 from ..files import require_file
 from ..training.averaging import ExpertWeightAveraging

@@ -9,7 +9,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..convert.blocks import moe_layers
+from ..convert.expert_layers import moe_layers
 from ..layers import ensemble_log_probabilities, tile
 from .registration import Variant, register_variants, vmoe_variants
 from .vision_transformer import VMOE, MoeVisionTransformer, create_moe_vit

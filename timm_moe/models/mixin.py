@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..convert.blocks import expert_biases
 from ..convert.convert import convert_to_moe
 from ..convert.dense import swapped_for_dense
+from ..convert.expert_layers import expert_biases
 from ..convert.registry import moe_options, nearest_option
 from ..integrations.timm import require_installed
 from ..layers import begin_forward

@@ -8,7 +8,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..convert.blocks import moe_layers
+from ..convert.expert_layers import moe_layers
 from ..convert.hooks import note_padding
 from ..layers.checks import check_flag
 from ..layers.functional import kept_whole

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers, numbers_of_experts, whole_experts
+from ..convert.expert_layers import moe_layers, numbers_of_experts, whole_experts
 from ..layers import MoeMlp
 from ..layers.living import living, register, unregister
 from ..schedules import check_share_rate, get_schedule

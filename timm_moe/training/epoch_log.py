@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..convert.blocks import is_sharded, whole_experts
+from ..convert.expert_layers import whole_experts
+from ..convert.wrappers import is_sharded
 from ..files import read_text, write_json
 from ..layers import MoeMlp
 from ..layers.living import living

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ..convert.blocks import ModelT, moe_layers
+from ..convert.expert_layers import moe_layers
+from ..convert.wrappers import ModelT
 from ..layers import EwaMlp, MoeMlp
 from ..layers.expert_dispatcher import AllToAllDispatcher, Dispatcher
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers
+from ..convert.expert_layers import moe_layers
 from .averaging import ExpertWeightAveraging, forget_updates, stated_updates
 from .optimizers import (
     are_frozen,

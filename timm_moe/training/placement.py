@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..convert.blocks import expert_parameters
+from ..convert.expert_layers import expert_parameters
 
 
 def expert_placement(model: nn.Module) -> Callable[[nn.Parameter], Any]:

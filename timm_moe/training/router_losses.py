@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..convert.blocks import moe_layers, unwrapped
+from ..convert.expert_layers import moe_layers
+from ..convert.wrappers import unwrapped
 from ..layers import MoeMlp, RecordingRouter, RouterRecord
 from ..layers.living import find, living
 from ..layers.router_totals import KEPT, ForwardStatistics, RouterTotals, RoutingSummary

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..convert.blocks import is_sharded
+from ..convert.wrappers import is_sharded
 
 #: Entries of each expert that are averaged at a time on CPUs.
 _BLOCK = 2**17

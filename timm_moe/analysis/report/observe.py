@@ -16,7 +16,7 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ...convert.blocks import moe_layers
+from ...convert.expert_layers import moe_layers
 from ..data import Inference, class_names, image_bytes
 from ..evaluation import Figures, predictions
 from ..metrics import ensemble_log_probabilities

@@ -16,7 +16,7 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ...convert.blocks import moe_layers
+from ...convert.expert_layers import moe_layers
 from ...layers import ExpertChoiceRouter, MoeMlp, SoftRouter
 from ..data import Inference, batches, image_bytes
 from .statistics import RouterCall, RouterWatcher, patch_grid

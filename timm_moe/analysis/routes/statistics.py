@@ -17,7 +17,7 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ...convert.blocks import moe_layers
+from ...convert.expert_layers import moe_layers
 from ...layers import MoeMlp, Routing
 from ...timm_classes import is_from
 from ..data import Inference, batches, class_names, device_and_type, in_eval_mode
@@ -71,7 +71,8 @@ class RouterWatcher(ExitStack):
     The forward itself does not change.
 
     Args:
-        layers: expert layers by name, as :func:`timm_moe.convert.blocks.moe_layers` gives them.
+        layers: expert layers by name, as :func:`timm_moe.convert.expert_layers.moe_layers`
+            gives them.
         prefix: number of tokens before an image's patches, if these have the labels.
     """
 

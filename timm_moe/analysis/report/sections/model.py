@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ....convert.blocks import moe_layers
+from ....convert.expert_layers import moe_layers
 from ....convert.find import ffn_paths
 from ....export.history import History
 from ....layers import (

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ....checkpoints.source import Origin
-from ....convert.blocks import moe_layers
+from ....convert.expert_layers import moe_layers
 from ....export.history import measures_ema
 from ....training.epoch_log import read_epochs
 from ....training.summary import read_summary

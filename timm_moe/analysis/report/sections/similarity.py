@@ -13,7 +13,7 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ....convert.blocks import moe_layers, whole_experts
+from ....convert.expert_layers import moe_layers, whole_experts
 from ....layers import MoeMlp, routing_to
 from ....training.epoch_log import relative_distance_to_mean
 from ...data import Inference, batches, in_eval_mode
