@@ -39,8 +39,8 @@ from .analysis.routes.outputs import table as routes_table
 from .analysis.routes.segmentation import MaskedImages, read_names
 from .analysis.routes.statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .checkpoints import swin_moe, vmoe
+from .checkpoints.description import SOURCE_PREFIXES
 from .checkpoints.source import ModelSpec, folder_of, load_source
-from .checkpoints.stated import SOURCE_PREFIXES
 from .console import PrintableFormatter, describe, show
 from .convert.expert_layers import moe_layers
 from .export.export import Export, export_dense, export_moe

@@ -18,8 +18,8 @@ from timm.models import save_for_hf
 
 import timm_moe
 from timm_moe.checkpoints import source as source_module
+from timm_moe.checkpoints.description import architecture_arguments
 from timm_moe.checkpoints.source import ModelSpec, load_source
-from timm_moe.checkpoints.stated import architecture_arguments
 from timm_moe.files import write_json
 from timm_moe.model_config import preprocessing
 from timm_moe.models.registered import registered_models

@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import timm_moe
-from timm_moe.checkpoints.sharded import read_arrays, tile
 from timm_moe.checkpoints.source import load_source
 from timm_moe.checkpoints.vmoe import import_checkpoint, model_from_flax, state_dict_from_flax
+from timm_moe.checkpoints.vmoe_format import read_arrays, tile
 from timm_moe.models.registered import weightless
 from timm_moe_cli import main
 

@@ -240,7 +240,7 @@ def test_what_a_router_does_not_state():
 def test_options_of_a_registered_router_may_be_stated_by_files():
     code = f"""
 import runpy
-from timm_moe.checkpoints.stated import architecture_arguments, check_arguments
+from timm_moe.checkpoints.description import architecture_arguments, check_arguments
 assert "target" not in architecture_arguments("vit_small_ewa_moe")
 runpy.run_path({str(EXAMPLE)!r}, run_name="own_router")
 check_arguments("vit_small_ewa_moe", dict(router="sparse_gate", target=0.4), "a file")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from timm.data import ImageDataset
 
+from ..checkpoints.description import SOURCE_PREFIXES
 from ..checkpoints.source import ModelSpec
-from ..checkpoints.stated import SOURCE_PREFIXES
 from ..layers.ensemble import ensemble_log_probabilities
 from .data import Inference, load_classifiers, short_names
 from .evaluation import Figures, predictions

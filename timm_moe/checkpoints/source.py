@@ -32,10 +32,7 @@ from ..model_config import (
 )
 from ..models.registered import check_registered, weightless
 from ..quick_init import quick_init
-from .differences import explain
-from .layouts import holds_ema, require_kinds, weights_in, without_wrapper
-from .reading import read_checkpoint, require_intact
-from .stated import (
+from .description import (
     SOURCE_PREFIXES,
     Blueprint,
     architecture_arguments,
@@ -46,6 +43,9 @@ from .stated import (
     model_arguments,
     read_config,
 )
+from .differences import explain
+from .layouts import holds_ema, require_kinds, weights_in, without_wrapper
+from .reading import read_checkpoint, require_intact
 
 _logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def load_source(
 
     The weights must match the model exactly, with no tensor missing or left over; only a dense
     network's weights may become every expert's, which is logged. A file's statements never lead to
-    another file or to a request, see :mod:`timm_moe.checkpoints.stated`.
+    another file or to a request, see :mod:`timm_moe.checkpoints.description`.
 
     Args:
         source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and

@@ -22,7 +22,7 @@ from ..files import check_writable, written_whole
 from ..models.registered import weightless_model
 from ..models.registration import vmoe_variants
 from .layouts import require_kinds
-from .sharded import read_arrays
+from .vmoe_format import read_arrays
 
 _BLOCK = re.compile(r"Encoder/encoderblock_(\d+)/")
 

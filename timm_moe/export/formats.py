@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
+from ..checkpoints.description import ENTRY
 from ..checkpoints.source import first_problem
-from ..checkpoints.stated import ENTRY
 from ..model_config import (
     get_pretrained_cfg,
     is_of_timm,

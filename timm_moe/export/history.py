@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from torch import nn
 
+from ..checkpoints.description import ENTRY, SOURCE_PREFIXES
 from ..checkpoints.source import Origin
-from ..checkpoints.stated import ENTRY, SOURCE_PREFIXES
 from ..console import describe
 from ..convert.expert_layers import moe_layers, numbers_of_experts, parameters
 from ..layers import EwaMlp, SharedExpertMlp

@@ -24,8 +24,8 @@ from huggingface_hub.utils import (
 )
 from torch import nn
 
+from ..checkpoints.description import ENTRY
 from ..checkpoints.source import ModelSpec, folder_of, load_source, require_config
-from ..checkpoints.stated import ENTRY
 from ..console import describe
 from ..convert.expert_layers import moe_layers
 from ..files import require_file
