@@ -2,7 +2,8 @@
 
 Rows, router weights, experts, choices and active FLOPs are equal.
 
-A package that is not installed is left out. ``pip install -e ".[benchmarks]"`` installs them.
+A package that is not installed is left out. ``pip install -e ".[benchmarks]"`` installs those that
+need no compiler for CUDA; scattermoe and megablocks do.
 """
 
 import importlib.util

@@ -8,6 +8,7 @@ import platform
 import random
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -229,5 +230,26 @@ def environment(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "timm": timm.__version__,
         "timm_moe": timm_moe.__version__,
+        "commit": commit(Path(timm_moe.__file__).parents[1]),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def commit(folder: Path) -> str:
+    """Read the commit of the running package; empty without git.
+
+    If the code has changed since the commit, it ends in ``+``.
+    """
+    git = ["git", "-C", str(folder)]
+    measuring = ["benchmarks", ":!benchmarks/results", "studies", ":!studies/results"]
+    code = ["--", "timm_moe", *measuring]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", *code], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.strip() + ("+" if changes.stdout else "")

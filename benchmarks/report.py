@@ -195,7 +195,8 @@ def write(folder: Path) -> None:
 
 def _machine(machine: str, results: Results) -> Iterator[str]:
     device = machine.partition("-")[0]
-    yield from ("", "### Targets", "", "| figure | reached | bound | |", "|---|---|---|---|")
+    yield from ("", "### Targets", "")
+    yield from ("| figure | measured in | reached | bound | |", "|---|---|---|---|---|")
     for target in TARGETS:
         if device in target.bounds:
             yield _target_line(target, device, results)
@@ -216,19 +217,30 @@ def _target_line(target: Target, device: str, results: Results) -> str:
         if row.contest.startswith(target.contest) and row.entry.startswith(target.entry)
     ]
     if not rows:
-        return f"| {target.what} | not measured | {bound:g} | |"
+        return f"| {target.what} | | not measured | {bound:g} | |"
     row = rows[0]
-    verdict = "noise" if not row.counts else "yes" if round(row.ratio, 3) <= bound else "**no**"
-    return f"| {target.what} | {row.ratio:.3f} | {bound:g} | {verdict} |"
+    verdict = "yes" if round(row.ratio, 3) <= bound else "**no**"
+    if row.low < bound < row.high:
+        verdict += ", within the quartiles"
+    where = f"{row.contest}, {results[key]['setting']['dtype']}"
+    return (
+        f"| {target.what} | {where} | {row.ratio:.3f} | {bound:g} | "
+        f"{verdict if row.counts else 'noise'} |"
+    )
 
 
 def _origin(result: dict[str, Any]) -> str:
     place, setting = result["environment"], result["setting"]
     return (
         f"{place['device']}; Python {place['python']}, torch {place['torch']}, timm "
-        f"{place['timm']}, timm_moe {place['timm_moe']}; {place['date']}; {setting['rounds']} "
-        "rounds."
+        f"{place['timm']}, timm_moe {place['timm_moe']}{_commit(place)}; {place['date']}; "
+        f"{setting['rounds']} rounds."
     )
+
+
+def _commit(place: dict[str, str]) -> str:
+    """Write the commit of a result; earlier ones have none."""
+    return f" ({place['commit']})" if place.get("commit") else ""
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
@@ -304,7 +316,11 @@ def _chart_scaling(machine: str, results: Results) -> None:
                 [row.ratio - row.low for _, row in points],
                 [row.high - row.ratio for _, row in points],
             ]
-            axes.errorbar([number for number, _ in points], middle, errors, marker="o", label=entry)
+            numbers = [number for number, _ in points]
+            (line, *_) = axes.errorbar(numbers, middle, errors, marker="o", label=entry)
+            noisy = [(number, row.ratio) for number, row in points if not row.counts]
+            for number, ratio in noisy:
+                axes.plot(number, ratio, "o", color=line.get_color(), markerfacecolor="white")
         axes.set_xscale("log", base=2)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xlabel(axis)
