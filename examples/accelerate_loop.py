@@ -2,8 +2,9 @@
 
 accelerate launch examples/accelerate_loop.py [EPOCHS [MODEL]]
 
-MODEL is vit_tiny_ewa_moe by default; vmoe_s32 has routers. Each epoch is saved as a folder in run/,
-and the next call resumes from the last one. The export is written there too.
+MODEL is vit_tiny_ewa_moe by default; vmoe_s32 has routers. Each epoch is saved as a folder in run/.
+The next call with the same arguments resumes from the last one. The export is written there too.
+pip install "timm_moe[demo]" accelerate brings what it needs.
 """
 
 import sys
@@ -16,25 +17,8 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_moe.analysis.demo import load_images
-from timm_moe.callbacks import (
-    add_router_losses,
-    expert_statistics,
-    export_dense,
-    export_moe,
-    start_averaging,
-)
-
-SIZE = dict(
-    img_size=8,
-    patch_size=2,
-    in_chans=1,
-    num_classes=10,
-    embed_dim=64,
-    depth=4,
-    num_heads=4,
-    mlp_ratio=2,
-)
+import timm_moe
+from timm_moe.analysis.demo import SMALL_VIT, load_images
 
 
 def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
@@ -44,7 +28,7 @@ def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     train_set, (test_images, test_labels) = load_images()
-    model = timm.create_model(name, drop_rate=0.1, **SIZE)
+    model = timm.create_model(name, drop_rate=0.1, **SMALL_VIT)
     loader = accelerator.prepare(DataLoader(TensorDataset(*train_set), 32, shuffle=True))
     total_updates = epochs * -(-len(loader) // accelerator.gradient_accumulation_steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
@@ -54,9 +38,9 @@ def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
-    # Experts need the three lines that end in a comment.
-    # Before load_state, which restores its count.
-    averaging = start_averaging(model, optimizer, total_updates)
+    # Experts need three calls: start_averaging, add_router_losses and, for a log,
+    # expert_statistics. The averaging starts before load_state, which restores its count.
+    averaging = timm_moe.start_averaging(model, optimizer, total_updates)
     set_seed(1, device_specific=True)  # each process draws its own partitions
     # Accelerate writes random states last, so a folder with them is whole.
     saved = [
@@ -72,7 +56,7 @@ def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
         for images, labels in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(images), labels)
-                accelerator.backward(add_router_losses(model, loss))  # of each accumulated batch
+                accelerator.backward(timm_moe.add_router_losses(model, loss))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -81,11 +65,11 @@ def main(epochs: int = 10, name: str = "vit_tiny_ewa_moe") -> None:
             outputs = accelerator.unwrap_model(model)(test_images.to(accelerator.device))
         accuracy = (outputs.argmax(1).cpu() == test_labels).float().mean().item()
         accelerator.print(f"epoch {epoch + 1}: top-1 {100 * accuracy:.1f} %")
-        accelerator.print(expert_statistics(model, averaging))  # for a log
+        accelerator.print(timm_moe.expert_statistics(model, averaging))
         accelerator.save_state(f"run/epoch_{epoch + 1}")
 
     if accelerator.is_main_process:
-        export = export_dense if "ewa" in name else export_moe
+        export = timm_moe.export_dense if "ewa" in name else timm_moe.export_moe
         print(export(accelerator.unwrap_model(model), "run/exported", overwrite=True))
     accelerator.end_training()
 

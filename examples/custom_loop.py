@@ -1,6 +1,7 @@
 """Train EWA in a loop of your own: python examples/custom_loop.py DATA_DIR [EPOCHS [BATCH_SIZE]]
 
 DATA_DIR holds small images, such as CIFAR-100's, in train/<class>/*.png and test/<class>/*.png.
+The progress bar needs tqdm.
 """
 
 import sys
@@ -30,9 +31,7 @@ def main(data_dir: str, epochs: int = 5, batch_size: int = 128) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_updates)
     # EWA needs this line only: from here on an averaging follows each optimizer.step().
-    averaging = timm_moe.ExpertWeightAveraging(
-        model, optimizer, share_rate=0.3, total_updates=total_updates
-    )
+    averaging = timm_moe.start_averaging(model, optimizer, total_updates)
 
     for epoch in range(epochs):
         model.train()

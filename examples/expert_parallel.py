@@ -24,19 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import timm_moe
-from timm_moe.analysis.demo import load_images
+from timm_moe.analysis.demo import SMALL_VIT, load_images
 
-SIZE = dict(
-    img_size=8,
-    patch_size=2,
-    in_chans=1,
-    num_classes=10,
-    embed_dim=64,
-    depth=4,
-    num_heads=4,
-    mlp_ratio=2,
-)
-MODEL = dict(model_name="vit_tiny_moe", num_experts=8, top_k=2, **SIZE)
+MODEL = dict(model_name="vit_tiny_moe", num_experts=8, top_k=2, **SMALL_VIT)
 BATCH_SIZE = 32  # of each process
 
 
@@ -57,14 +47,16 @@ def main(epochs: int = 10) -> None:
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("ep",))["ep"]
     # Each process keeps its experts, and all process each other's rows.
     timm_moe.parallelize_experts(model, mesh)
-    # The rest.
+    # FSDP2 shards what is not an expert.
     fully_shard(model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values()))
-    # last: the parameters are new.
+    torch.manual_seed(1 + rank)  # each process draws its own noise and dropout
+    # The optimizer comes last, since both calls replace parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
 
     first = 0
-    # The last file that is written to a checkpoint.
-    for saved in sorted(Path("checkpoints").glob("*/.metadata"))[-1:]:
+    # .metadata is the last file that is written to a checkpoint.
+    saved = max(Path("checkpoints").glob("*/.metadata"), default=None)
+    if saved is not None:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=saved.parent)  # saved by any number of processes
@@ -87,7 +79,7 @@ def main(epochs: int = 10) -> None:
                 model(images[batch].to(device)), labels[batch].to(device)
             )
             optimizer.zero_grad()
-            (loss + timm_moe.auxiliary_loss(model)).backward()
+            timm_moe.add_router_losses(model, loss).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         model.eval()

@@ -15,18 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import timm_moe
-from timm_moe.analysis.demo import load_images
+from timm_moe.analysis.demo import SMALL_VIT, load_images
 
-SIZE = dict(
-    img_size=8,
-    patch_size=2,
-    in_chans=1,
-    num_classes=10,
-    embed_dim=64,
-    depth=4,
-    num_heads=4,
-    mlp_ratio=2,
-)
 BATCH_SIZE = 32  # of each process
 
 
@@ -44,7 +34,7 @@ def main(epochs: int = 10) -> None:
 
     # The same weights in all processes; a large model stays on the CPU until it is sharded.
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_ewa_moe", **SIZE)
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
     sharding = dict(
         mesh=init_device_mesh(device.type, (world_size,)),
         # Each process averages its part of all experts.
@@ -57,7 +47,7 @@ def main(epochs: int = 10) -> None:
     steps = len(images) // (BATCH_SIZE * world_size)
     # The optimizer comes after fully_shard, which replaces the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-    timm_moe.ExpertWeightAveraging(model, optimizer, share_rate=0.3, total_updates=epochs * steps)
+    timm_moe.start_averaging(model, optimizer, total_updates=epochs * steps)
     shuffle = torch.Generator().manual_seed(0)  # the same in all processes; each takes its part
     torch.manual_seed(1 + rank)  # each process draws its own partitions
     for epoch in range(epochs):
@@ -86,7 +76,7 @@ def main(epochs: int = 10) -> None:
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     if rank == 0:
-        whole = timm.create_model("vit_tiny_ewa_moe", **SIZE)
+        whole = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
         whole.load_state_dict(weights)
         print(timm_moe.export_dense(whole, "exported", overwrite=True))
     dist.barrier()  # a process that ends while gloo's threads still release tensors is aborted

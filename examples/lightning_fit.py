@@ -12,25 +12,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import timm_moe
-from timm_moe.analysis.demo import load_images
+from timm_moe.analysis.demo import SMALL_VIT, load_images
 from timm_moe.integrations.lightning import ExpertCallback
-
-SIZE = dict(
-    img_size=8,
-    patch_size=2,
-    in_chans=1,
-    num_classes=10,
-    embed_dim=64,
-    depth=4,
-    num_heads=4,
-    mlp_ratio=2,
-)
 
 
 class Classifier(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.model = timm.create_model("vit_tiny_ewa_moe", share_rate=0.3, **SIZE)
+        self.model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
 
     def training_step(self, batch, batch_idx):
         images, labels = batch

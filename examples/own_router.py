@@ -18,7 +18,9 @@ from timm_moe.layers import RecordingRouter, linear_logits, no_autocast, routing
 
 
 class SparseGateRouter(RecordingRouter):
-    """Sends each token to the K experts of largest sigmoid gate; a loss keeps the gates small.
+    """Sends each token to the K experts of largest sigmoid gate.
+
+    A loss keeps the mean gate near a target. It does not balance the experts.
 
     Args:
         dim: width of the tokens.
@@ -69,5 +71,7 @@ timm_moe.register_router(
 )
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit(f"usage: python {sys.argv[0]} SCRIPT [OPTIONS]")
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -27,7 +27,6 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
 import timm_moe
-from timm_moe.callbacks import add_router_losses, start_averaging
 
 #: Options of convert_to_moe. Naive is a Switch layer with the paper's capacity for point clouds
 #: (section 6).
@@ -192,7 +191,7 @@ def train(model: nn.Module, batches: Batches, epochs: int, seed: int, name: str)
         t_in_epochs=False,
     )
     if timm_moe.moe_layers(model):
-        start_averaging(model, optimizer, epochs * steps)  # nothing for naive experts
+        timm_moe.start_averaging(model, optimizer, epochs * steps)  # nothing for naive experts
     start = time.perf_counter()
     for epoch in range(epochs):
         model.train()
@@ -201,7 +200,7 @@ def train(model: nn.Module, batches: Batches, epochs: int, seed: int, name: str)
             loss = nn.functional.cross_entropy(model(inputs), labels)
             losses.append(loss.detach())
             optimizer.zero_grad()
-            add_router_losses(model, loss).backward()
+            timm_moe.add_router_losses(model, loss).backward()
             nn.utils.clip_grad_norm_(model.parameters(), size["clip"])
             optimizer.step()
             schedule.step_update(step)

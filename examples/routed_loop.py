@@ -10,34 +10,23 @@ import torch
 from torch import nn
 
 import timm_moe
-from timm_moe.analysis.demo import load_images
-
-SIZE = dict(
-    img_size=8,
-    patch_size=2,
-    in_chans=1,
-    num_classes=10,
-    embed_dim=64,
-    depth=4,
-    num_heads=4,
-    mlp_ratio=2,
-)
+from timm_moe.analysis.demo import SMALL_VIT, load_images
 
 
 def main(epochs: int = 10) -> None:
     torch.manual_seed(0)
     (images, labels), (test_images, test_labels) = load_images()
-    model = timm.create_model("vmoe_s32", num_experts=8, moe_layers="last-2", **SIZE)
+    # From scratch each expert draws its own weights; from a checkpoint they start equal.
+    experts = dict(num_experts=8, moe_layers="last-2", expert_init="independent")
+    model = timm.create_model("vmoe_s32", **experts, **SMALL_VIT)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     for epoch in range(epochs):
         model.train()
         for batch in torch.randperm(len(images)).split(64):
-            # Routers need one addition: their losses of this forward.
-            loss = nn.functional.cross_entropy(
-                model(images[batch]), labels[batch]
-            ) + timm_moe.auxiliary_loss(model)
+            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
             optimizer.zero_grad()
-            loss.backward()
+            # Routers need one addition: their losses of this forward.
+            timm_moe.add_router_losses(model, loss).backward()
             optimizer.step()
         model.eval()
         with torch.inference_mode():

@@ -37,7 +37,6 @@ from torchvision.transforms import v2
 
 import timm_moe
 from timm_moe.analysis.routes.segmentation import MaskedImages
-from timm_moe.callbacks import export_moe
 from timm_moe.model_config import preprocessing
 
 CLASSES = [
@@ -135,14 +134,16 @@ def train(
 ) -> None:
     torch.manual_seed(seed)  # these models draw nothing, so all variants see the same batches
     loader = DataLoader(Augmented(*data.tensors), BATCH, shuffle=True)
-    groups = param_groups_layer_decay(model.backbone, WEIGHT_DECAY, layer_decay=layer_decay)
+    experts = timm_moe.expert_parameters(model.backbone)
+    biases = [name for name, stacked in experts.items() if stacked.ndim == 2]
+    groups = param_groups_layer_decay(
+        model.backbone, WEIGHT_DECAY, no_weight_decay_list=biases, layer_decay=layer_decay
+    )
     optimizer = torch.optim.AdamW(
         [*groups, {"params": model.head.parameters()}], lr, weight_decay=WEIGHT_DECAY
     )
     steps = epochs * len(loader)
-    schedule = CosineLRScheduler(
-        optimizer, max(steps, 1), warmup_t=steps // 10, warmup_prefix=True, t_in_epochs=False
-    )
+    schedule = CosineLRScheduler(optimizer, max(steps, 1), warmup_t=steps // 10, t_in_epochs=False)
     step, start = 0, time.monotonic()
     for epoch in range(epochs):
         model.train()
@@ -222,7 +223,7 @@ def run(
     result["mean_iou"] = mean_iou(model, data["test"])
     print(f"{name}: mean IoU {before:.1f} % before, {result['mean_iou']:.1f} % after", flush=True)
     if variant != "dense":
-        export_moe(model.backbone, options.output / "models" / name, overwrite=True)
+        timm_moe.export_moe(model.backbone, options.output / "models" / name, overwrite=True)
     file.parent.mkdir(exist_ok=True)
     Path(f"{file}.part").write_text(json.dumps({**result, "settings": settings(options)}))
     os.replace(f"{file}.part", file)

@@ -13,9 +13,12 @@ from . import callbacks
 from .callbacks import (
     ExpertWeightAveraging,
     RoutingSummary,
+    add_router_losses,
     auxiliary_loss,
     average_experts_,
+    expert_statistics,
     routing_summary,
+    start_averaging,
 )
 from .convert import (
     RouterSpec,
@@ -31,7 +34,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import checkpoints
-    from .callbacks import export_dense, push_dense, push_moe
+    from .callbacks import export_dense, export_moe, push_dense, push_moe
 
 __all__ = [
     "ExpertWeightAveraging",
@@ -39,13 +42,16 @@ __all__ = [
     "RouterSpec",
     "RoutingSummary",
     "__version__",
+    "add_router_losses",
     "auxiliary_loss",
     "average_experts_",
     "checkpoints",
     "convert_to_moe",
     "expert_parameters",
     "expert_placement",
+    "expert_statistics",
     "export_dense",
+    "export_moe",
     "models",
     "moe_layers",
     "parallelize_experts",
@@ -53,6 +59,7 @@ __all__ = [
     "push_moe",
     "register_router",
     "routing_summary",
+    "start_averaging",
     "to_dense",
 ]
 

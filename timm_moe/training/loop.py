@@ -34,10 +34,11 @@ def start_averaging(
         model: the model to be trained.
         optimizer: the optimizer of the run, with its state if the run is resumed.
         total_updates: number of optimizer steps in the whole run.
-        updates: number of the steps done before. Where the optimizer's state was loaded before this
-            call, its own count holds, which leaves out steps that a GradScaler skipped. 0 is the
-            start of a run: a count that the optimizer has from an earlier run is dropped, and so is
-            an averaging that this function started for the optimizer before.
+        updates: number of the steps done before. If it is above 0 and the optimizer's state was
+            loaded before this call, the state's own count holds, which leaves out steps that a
+            GradScaler skipped. 0 is the start of a run: a count that the optimizer has from an
+            earlier run is dropped, and so is an averaging that this function started for the
+            optimizer before.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`
@@ -108,7 +109,7 @@ class Started(ExpertWeightAveraging):
 
 
 def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Tensor:
-    """Add the router losses of the forwards that computed a training loss.
+    """Add the router losses of a model's last training forward; call it after each forward.
 
     Args:
         model: the model that computed the loss.
