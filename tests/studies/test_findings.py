@@ -225,6 +225,7 @@ NO_RESULTS = (
     r"Python 3\.10, timm 1\.0\.28, torch 2\.10 or newer \(macOS: 2\.14\)",
     r"of timm 1\.0\.31",
     r"torch 2\.11",
+    r"quartiles 1\.20 to 1\.36 and 1\.64 to 2\.24",
     r"1\.37 GB",
     r"EWA fine-tuned \+0\.45",
 )
