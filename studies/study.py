@@ -197,7 +197,7 @@ class Compared:
 
     Attributes:
         first: name of an arm.
-        verdict: of :meth:`studies.statistics.Difference.verdict`, about the first arm.
+        verdict: of :meth:`timm_moe.analysis.paired.Difference.verdict`, about the first arm.
         second: name of the arm that it is compared with. If the study has the two as an
             interaction, the differences to their baselines are compared.
         figure: key of the figure; by default the study's first.

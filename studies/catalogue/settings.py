@@ -5,7 +5,7 @@ from typing import Any
 from ..study import Arm, Images, Size
 
 #: From "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492), which EWA follows; without
-#: AutoAugment.
+#: its crops, AutoAugment and repetitions of images.
 AUGMENTATION = (
     "--smoothing",
     "0.1",
