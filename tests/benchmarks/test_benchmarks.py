@@ -273,22 +273,33 @@ def test_the_report_tells_what_was_reached(monkeypatch, tmp_path):
         Row("averaging, 4 experts", "averaging", 1.7, 1.6, 1.8, 8.5, "ms", 1.0),
         Row("averaging, 8 experts", "averaging", 1.5, 1.4, 1.6, 8.5, "ms", 1.2),
     ]
+    partition = [Row("layer, one expert a row", "random partition, 4", 1.02, 1, 1.1, 8, "ms", 1.0)]
     result = {
         "suite": "averaging",
         "setting": dataclasses.asdict(SHORT),
         "environment": dict(
-            device="d", python="3", torch="2", timm="1", timm_moe="0", date="today"
+            device="d", python="3", torch="2", timm="1", timm_moe="0", date="today", commit="abc"
         ),
-        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    stored = {
+        "averaging neutral": {**result, "rows": [dataclasses.asdict(row) for row in rows]},
+        "layers float32 eager neutral": {
+            **result,
+            "rows": [dataclasses.asdict(row) for row in partition],
+        },
     }
     results = tmp_path / "results"
     results.mkdir()
-    (results / "cpu.json").write_text(json.dumps({"averaging neutral": result}))
+    (results / "cpu.json").write_text(json.dumps(stored))
     report.write(results)
     text = (docs / "generated/benchmarks.md").read_text()
-    assert "| averaging 4 experts / memcpy | 1.700 | 1.6 | **no** |" in text
-    assert "| averaging 8 experts / memcpy | 1.500 | 1.6 | noise |" in text
-    assert "| training step, EWA, 4 experts | not measured | 1.01 | |" in text
+    four = "averaging 4 experts / memcpy | averaging, 4 experts, float32"
+    assert f"| {four} | 1.700 | 1.6 | **no** |" in text
+    eight = "averaging 8 experts / memcpy | averaging, 8 experts, float32"
+    assert f"| {eight} | 1.500 | 1.6 | noise |" in text
+    assert "| 1.020 | 1.03 | yes, within the quartiles |" in text
+    assert "| training step, EWA, 4 experts | | not measured | 1.01 | |" in text
+    assert "timm_moe 0 (abc); today" in text
     assert "| averaging | 1.700 | 1.600-1.800 | 8.5 |  |" in text
 
 
