@@ -14,9 +14,11 @@ The pilot chooses the form of EWA with diverse experts, by two other seeds on th
 classes.
 """
 
+from timm_moe.analysis.paired import UNCLEAR, WORSE
+
 from ..deploy import Export, ExportOfCandidate, LatestAverage
 from ..measure import Evaluation
-from ..study import Arm, Images, Study, Training
+from ..study import Arm, Finding, Images, Study, Training, compare
 from .recipe import IMAGES, LONG, RECIPES
 from .settings import OPTIMIZER, PIXELS, small
 
@@ -33,6 +35,7 @@ OPTIONS = (
 #: All epochs' checkpoints, for averages of the last ones.
 ALL_EPOCHS = ("--checkpoint-hist", "120")
 DENSE, EWA = "dense", "EWA, linear"
+AVERAGES = ("dense, weight EMA", "dense, LAWA of the last 12 epochs")
 
 #: Seeds of the arms that fewer seeds answer.
 TEN = 10
@@ -44,8 +47,8 @@ def arms() -> tuple[Arm, ...]:
     return (
         Arm(DENSE, dense),
         Arm(EWA, Training("ewa-linear", "ewa")),
-        Arm("dense, weight EMA", dense, Export(("--use-ema",))),
-        Arm("dense, LAWA of the last 12 epochs", dense, LatestAverage(12)),
+        Arm(AVERAGES[0], dense, Export(("--use-ema",))),
+        Arm(AVERAGES[1], dense, LatestAverage(12)),
         Arm(
             "dense, 160 epochs",
             Training("dense-160", "dense", options=("--epochs", "160"), seeds=TEN),
@@ -72,6 +75,29 @@ def diverse(partition: str, schedule: str, drop_path: str) -> Training:
     )
     return Training(name, "ewa", tuple(kwargs), callback=" ".join(additions))
 
+
+FINDINGS = (
+    Finding(
+        "EWA is 0.37 points worse than dense training (0.09 to 0.65). 4 of the 20 pairs favour "
+        "EWA. The five pairs of study recipe, in the same setting, had +0.32 (-0.42 to +1.07).",
+        compare((EWA,), WORSE, (DENSE,)),
+        quoted=("+0.32", "-0.42", "+1.07"),
+    ),
+    Finding(
+        "Its NLL is 0.0105 worse and its ECE 0.0038, both clear after Holm's correction.",
+        tuple(
+            found for figure in ("nll", "ece") for found in compare((EWA,), WORSE, (DENSE,), figure)
+        ),
+    ),
+    Finding(
+        "The weight EMA of dense training and its LAWA show no clear difference from it. EWA is "
+        "0.36 points below each of the two, which is not clear after the correction.",
+        (
+            *compare(AVERAGES, UNCLEAR, (DENSE,)),
+            *compare((EWA,), UNCLEAR, AVERAGES),
+        ),
+    ),
+)
 
 PARTITIONS = ("tokens", "images")
 #: Share rate, and its schedule of the package.
@@ -109,6 +135,7 @@ STUDY = Study(
             setting="cifar100-twenty",
             images={"images": IMAGES},
             options=OPTIONS,
+            findings=FINDINGS,
         ),
     },
     measure=Evaluation(),
