@@ -162,7 +162,7 @@ def page() -> str:
         layers=", ".join(f"{size.layers} layers in {name}" for name, size in sizes.items()),
         flops=f"{flops / 1e6:.0f}",
         sent=f"{sent / 1e3:.0f}",
-        need=f"{sent / flops * 4e14 / 1e9:.0f}",
+        need=f"{0.75 * sent / flops * 4e14 / 1e9:.0f}",  # in bfloat16
         computing=f"{large.experts * slots * flops / 4e11:.1f}",
         gathering=f"{large.by_fsdp(8) / 8 / 5e7:.1f}",
         message=f"{slots * large.width * 4 / 1e6:.1f}",
@@ -216,8 +216,9 @@ others that hold the same ones. Bytes are for a layer and step, in float32, and 
 of the model. Memory is {memory} a GPU at any of them.
 
 {plan}
-- A slot costs {flops} MFLOP in forward and backward, and {sent} kB of sending. At 400 TFLOP/s,
-  sending takes as long as computing at {need} GB/s. Inside a node an H100 has 450 GB/s, between
+- A slot costs {flops} MFLOP in forward and backward, and {sent} kB of sending in float32, three
+  quarters of that in bfloat16. At 400 TFLOP/s in bfloat16, sending takes as long as computing at
+  {need} GB/s. Inside a node an H100 has 450 GB/s, between
   nodes 50 GB/s (data sheets). So scaling stops where all-to-all leaves the node, unless it overlaps
   with computing, which the dispatcher does not do: take ep 8.
 - At ep 8 a layer computes for {computing} ms, and efsdp's part takes {gathering} ms between nodes,

@@ -68,10 +68,10 @@ def _middle(printed: str) -> float | None:
 
 
 ROWS = (
+    Row("EWA", "120 epochs, strong, 20 seeds", "twenty", "EWA, linear"),
     Row("EWA", "30 epochs", "scratch", "EWA, linear"),
     Row("EWA", "100 epochs, 20 classes", "confirmation", "linear"),
     Row("EWA", "fine-tuning, SGD", "finetuning", "EWA, linear"),
-    Row("EWA", "120 epochs, strong, 20 seeds", "twenty", "EWA, linear"),
     *(
         Row(
             method, f"120 epochs, {recipe} recipe", "recipe", f"{arm}, {recipe}", f"dense, {recipe}"
