@@ -162,7 +162,8 @@ def page() -> str:
         layers=", ".join(f"{size.layers} layers in {name}" for name, size in sizes.items()),
         flops=f"{flops / 1e6:.0f}",
         sent=f"{sent / 1e3:.0f}",
-        need=f"{0.75 * sent / flops * 4e14 / 1e9:.0f}",  # in bfloat16
+        # Rows stay in float32 under autocast, outputs are bfloat16: three quarters of the bytes.
+        need=f"{0.75 * sent / flops * 4e14 / 1e9:.0f}",
         computing=f"{large.experts * slots * flops / 4e11:.1f}",
         gathering=f"{large.by_fsdp(8) / 8 / 5e7:.1f}",
         message=f"{slots * large.width * 4 / 1e6:.1f}",

@@ -117,7 +117,7 @@ def train_layer(make: Callable[[], nn.Module], x: Tensor, setting: Setting) -> W
         with setting.autocast():
             y = compiled(x)
         y, auxiliary = y[:2] if isinstance(y, tuple) else (y, timm_moe.auxiliary_loss(model))
-        torch.autograd.backward([y, auxiliary], [grad.to(y.dtype), None])
+        ((y * grad).sum() + auxiliary).backward()
 
     return work
 
