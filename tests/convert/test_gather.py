@@ -54,6 +54,14 @@ def test_svd_matches_the_golden_file(case, ratio):
     check(singular_values(stacked(case), ratio), case, f"svd{ratio}")
 
 
+def test_svd_of_bfloat16_is_computed_in_float32_and_rounded_once():
+    weights = torch.randn(3, 8, 6).bfloat16()
+    low = singular_values({"fc.weight": weights})["fc.weight"]
+    exact = singular_values({"fc.weight": weights.double()})["fc.weight"]
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.double(), exact, rtol=2**-8, atol=1e-5)
+
+
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9))
 
 

@@ -240,6 +240,11 @@ class Named(Block):
         return x + self.net(x)
 
 
+class Attending(Block):
+    def forward(self, x, attention_mask=None):
+        return x + self.net(x)
+
+
 class Unknown(Block):
     def forward(self, x, mask=None):
         return x + self.net(x)
@@ -253,6 +258,14 @@ def test_masks_of_own_blocks():
     assert torch.equal(named.train()(x, key_padding_mask=mask)[mask], x[mask])
     with pytest.warns(UserWarning, match="'mask' of a Unknown, .*key_padding_mask"):
         unknown.train()(x, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float])
+def test_a_mask_of_tokens_is_read_in_every_type(dtype):
+    x, is_token = torch.randn(2, 6, 8), (torch.arange(6) < 4).expand(2, 6)
+    model = timm_moe.convert_to_moe(Attending(), **OPTIONS, modules=["net"]).train()
+    y = model(x, attention_mask=is_token.to(dtype))
+    assert torch.equal(y[~is_token], x[~is_token])
 
 
 TEXT = dict(

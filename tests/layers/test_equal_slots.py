@@ -78,6 +78,17 @@ def test_values_and_gradients_are_those_without_unused_slots(case):
         )
 
 
+def test_groups_have_slots_of_their_own():
+    router = TopKRouter(WIDTH, 4, capacity_factor=1.0, capacity_multiple=1, group_images=1)
+    nn.init.normal_(router.weight)
+    layer = MoeMlp(Mlp(WIDTH, 12), router, 4, "independent").double()
+    x = torch.randn(3, 7, WIDTH).double()
+    expected = values_and_gradients(layer, x)
+    with equal_slots():
+        actual = values_and_gradients(layer, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 9])
 def test_a_partition_is_the_same_and_its_unused_slots_get_no_gradient(rows):
     layer, x = EwaMlp(Mlp(WIDTH, 12), 4, "independent"), torch.randn(rows, WIDTH)

@@ -122,6 +122,37 @@ def test_noise_is_of_training_alone():
     assert torch.equal(moe(x), moe(x))
 
 
+def test_noise_is_the_stated_one_divided_by_the_number_of_experts(monkeypatch):
+    # Every expert takes all rows, so that all gates are seen.
+    router = layer(num_experts=3, capacity_factor=3.0, noise_std=6.0).router
+    x = torch.randn(1, 8, 5, dtype=torch.float64)
+    noise = torch.randn(1, 8, 3, dtype=torch.float64)
+    monkeypatch.setattr(torch, "randn_like", lambda x, **_: noise.view_as(x))
+    logits = x @ router.weight.T + 6.0 / 3 * noise
+    torch.testing.assert_close(router(x).weights(), logits.softmax(2)[0])
+
+
+def test_router_computes_in_float32_under_autocast():
+    router = layer(num_experts=3, capacity_factor=3.0).float().router
+    x = torch.randn(1, 8, 5)
+    expected = router(x).weights()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(router(x).weights(), expected)
+
+
+def test_weights_are_drawn_as_those_of_timms_vit():
+    weight = ExpertChoiceRouter(64, 32).weight
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_last_batch_of_an_evaluation_is_one_group():
+    router = layer(group_images=4).router.eval()
+    x = torch.randn(6, 7, 5, dtype=torch.float64)
+    experts = router(x).experts()
+    router.group_images = 6
+    assert torch.equal(experts, router(x).experts())
+
+
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"capacity_factor .*number above 0.* 0\."):
         layer(capacity_factor=0)

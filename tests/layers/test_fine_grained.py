@@ -257,6 +257,7 @@ def test_drop_redraws_the_same_half_of_an_experts_units_in_all_matrices(name, pa
     with torch.no_grad():
         for number, parameter in enumerate(ffn.parameters()):  # every matrix has its own scale
             parameter.mul_(0.1 * (number + 1)).add_(number)
+    before = {name: weight.clone() for name, weight in ffn.state_dict().items()}
     layer = MoeMlp(ffn, TopKRouter(32, 8), 8, expert_init="drop", expert_width=1 / parts).double()
     same = MoeMlp(ffn, TopKRouter(32, 8), 8, expert_width=1 / parts).double()
     size, kept = hidden // parts, []
@@ -286,9 +287,7 @@ def test_drop_redraws_the_same_half_of_an_experts_units_in_all_matrices(name, pa
     assert all(torch.equal(one, kept[0]) for one in kept)
     # Other units for each expert, the first too.
     assert len({tuple(row.tolist()) for row in kept[0]}) == 8
-    assert torch.equal(
-        ffn.get_parameter(f"{last}.weight"), dict(ffn.named_parameters())[f"{last}.weight"]
-    )
+    assert all(torch.equal(before[name], weight) for name, weight in ffn.state_dict().items())
 
 
 @pytest.mark.parametrize("layer_class", [MoeMlp, SharedExpertMlp, EwaMlp])
@@ -319,6 +318,13 @@ def test_drop_happens_on_every_road(layer_class):
     if layer_class is SharedExpertMlp:  # a copy, as without drop
         layer.load_state_dict(ffn.state_dict())
         assert torch.equal(layer.shared.fc1.weight, ffn.fc1.weight)
+
+
+def test_drop_redraws_the_larger_half_of_an_odd_number_of_units():
+    ffn = network("Mlp", 5)
+    layer = MoeMlp(ffn, TopKRouter(WIDTH, 4), 4, expert_init="drop").double()
+    is_kept = (layer.fc1.weight == ffn.fc1.weight).all(2)
+    assert is_kept.sum(1).tolist() == [2] * 4
 
 
 def test_drop_of_a_single_unit_and_of_weights_without_values():

@@ -249,6 +249,17 @@ def test_groups_have_their_own_queues():
     )
 
 
+def test_choices_are_counted_over_all_groups_and_dropped_in_each():
+    layer = routed(4, capacity_factor=1.0, capacity_multiple=1, group_images=1)
+    layer.router.weight.data = torch.eye(4)
+    chosen = torch.tensor([[0, 0, 1, 2], [1, 1, 2, 3]])
+    layer(torch.eye(4)[chosen])
+    (record,) = layer.router.records
+    assert record.capacity == 1
+    assert record.load.tolist() == [2, 3, 2, 1]
+    assert record.dropped == 2
+
+
 def test_losses_are_means_over_the_groups(monkeypatch):
     noise = torch.randn(1, 2, 7, 4)
     monkeypatch.setattr(torch, "randn_like", lambda x, **_: noise.expand_as(x))
@@ -278,6 +289,14 @@ def test_groups_that_do_not_divide_the_batch():
         layer(torch.randn(6, 7, 5))
     # The last batch of a validation set.
     assert layer.eval()(torch.randn(6, 7, 5)).shape == (6, 7, 5)
+
+
+def test_the_last_batch_of_an_evaluation_is_one_group():
+    layer = routed(eval_capacity_factor=0.5, capacity_multiple=1, group_images=4).eval()
+    x = torch.randn(6, 7, 5)
+    experts = layer.router(x).experts()
+    layer.router.group_images = 6
+    assert torch.equal(experts, layer.router(x).experts())
 
 
 def test_router_computes_in_float32_under_autocast_and_in_low_precision():

@@ -5,7 +5,7 @@ import math
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
+from common import SMALL_VIT, loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import Mlp
@@ -90,6 +90,38 @@ def test_losses_by_hand():
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_each_loss_is_of_its_own_gates(score, monkeypatch):
+    """Only the balance losses here are of gates with noise, and a row's gates add up to one."""
+
+    def shares(logits):
+        gates = logits.softmax(2) if score == "softmax" else logits.sigmoid()
+        return gates / gates.sum(2, keepdim=True)
+
+    names = ["importance", "balance", "balance_top_k", "local_entropy", "global_entropy", "z"]
+    weights = dict.fromkeys(names, 1.0)
+    router = layer(score=score, noise_std=8.0, loss_weights=weights).router
+    x = torch.randn(1, 9, 5, dtype=torch.float64)
+    noise = torch.randn(1, 9, 4, dtype=torch.float64)
+    monkeypatch.setattr(torch, "randn_like", lambda x, **_: noise.view_as(x))
+    router(x)
+    logits = x @ router.weight.detach().T
+    noisy = logits + 8.0 / 4 * noise
+    chosen = noisy.topk(2).indices
+    expected = {
+        "importance": losses.importance_loss(shares(logits)),
+        "balance": losses.balance_loss(shares(noisy), loads(chosen[..., :1], 4), 1),
+        "balance_top_k": losses.balance_loss(shares(noisy), loads(chosen, 4), 2),
+        "local_entropy": losses.local_entropy_loss(shares(logits)),
+        "global_entropy": losses.global_entropy_loss(shares(logits)),
+        "z": losses.z_loss(logits),
+    }
+    (record,) = router.records
+    assert record.losses.keys() == expected.keys()
+    for name, loss in expected.items():
+        torch.testing.assert_close(record.losses[name], loss[0], msg=name)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("name", ["importance", "balance", "local_entropy", "global_entropy", "z"])
 def test_each_loss_has_a_finite_gradient_even_where_gates_are_rounded_to_zero(name, score):
     for scale in (1.0, 1e4):
@@ -102,6 +134,13 @@ def test_each_loss_has_a_finite_gradient_even_where_gates_are_rounded_to_zero(na
         assert loss.isfinite()
         assert router.weight.grad.isfinite().all()
         assert scale > 1 or router.weight.grad.any()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_gate_of_one_is_scaled(training):
+    moe = layer(gate_mode="one", route_scale=2.5, loss_weights={"balance": 1.0}).train(training)
+    routing = moe.router(torch.randn(1, 7, 5, dtype=torch.float64))
+    assert (routing.gates == 2.5).all()
 
 
 def test_by_name():

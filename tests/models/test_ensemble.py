@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import timm.task
 import torch
-from common import DATA, SMALL_VIT, TINY, cases, dense_combine
+from common import DATA, SMALL_VIT, TINY, cases, dense_combine, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import Mlp
@@ -38,6 +38,7 @@ from timm_moe.layers import (
     tile,
 )
 from timm_moe.layers.dispatch import queue
+from timm_moe.models.ensemble import as_one_classifier
 
 SMALL = dict(**SMALL_VIT, num_experts=4)
 
@@ -281,6 +282,26 @@ def test_members_get_no_padding(images):
         assert layer.router.records[0].load.sum() == 27 * 3 * layer.router.top_k
 
 
+def test_all_copies_of_an_image_have_its_mask_of_attention(images):
+    model = make_model("vmoe_pbe_s32", num_experts=4)
+    is_near = (torch.arange(17)[:, None] - torch.arange(17)).abs() < 3
+    mask = torch.stack([torch.ones_like(is_near), is_near])[:, None]
+    together = model(images[:2], attn_mask=mask)
+    alone = [model(images[n : n + 1], attn_mask=mask[n : n + 1]) for n in range(2)]
+    torch.testing.assert_close(together, torch.cat(alone))
+
+
+def test_all_copies_of_an_image_have_its_padding(images):
+    model = timm.create_model("vmoe_s32", **SMALL)  # Its routers know of no members.
+    tile(model.blocks, 3)
+    seen = []
+    model.blocks[1].mlp.register_forward_pre_hook(lambda layer, _: seen.append(layer.padding))
+    is_token = torch.arange(17) < torch.tensor([[17], [10]])
+    model(images[:2], attn_mask=is_token[:, None, None])
+    (padding,) = seen
+    assert (~padding).sum(1).tolist() == [17, 17, 17, 10, 10, 10]
+
+
 def test_members_differ_as_the_papers_ablations_do(images):
     tiling = ensemble(ensemble="tiling").eval()
     for layer in timm_moe.moe_layers(tiling).values():
@@ -420,6 +441,20 @@ def test_groups_count_images(images, kind):
         model(images[:4])
 
 
+def test_losses_of_members_are_means_over_the_groups():
+    router = EnsembleRouter(5, 6, ensemble_size=2, group_images=1, loss_weights={"balance": 1.0})
+    nn.init.normal_(router.weight)
+    x = torch.randn(6, 7, 5)
+    router(x)
+    (whole,) = router.records
+    groups = []
+    for part in x.split(2):
+        router.forget()
+        router(part)
+        groups.append(router.records[0].weighted_loss)
+    torch.testing.assert_close(whole.weighted_loss, torch.stack(groups).mean())
+
+
 def test_timm_sees_an_ordinary_classifier(images):
     model = ensemble().eval()
     assert model(images).shape == (6, 5)
@@ -440,6 +475,31 @@ def test_timm_sees_an_ordinary_classifier(images):
     assert [tuple(feature.shape) for feature in backbone(images)] == [(6, 32, 4, 4)] * 3
     model.reset_classifier(0)
     assert model(images).shape == (6, 32)
+
+
+def test_without_a_classifier_the_output_is_the_mean_of_the_members_features(images):
+    model = make_model("vmoe_pbe_s32", num_experts=4)
+    members = model.forward_member_features(images)
+    assert not torch.allclose(*members.unbind(1))
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(images), members.mean(1))
+
+
+def test_probabilities_of_a_model_in_bfloat16_are_computed_in_float32():
+    """The two classes would be equally probable in bfloat16."""
+    logits = torch.tensor([[[9.0, 8.9375], [9.0, 9.0]]])  # These numbers are exact in bfloat16.
+    expected = logits.softmax(2).mean(1).log()
+    torch.testing.assert_close(as_one_classifier(logits.bfloat16()), expected)
+
+
+def test_only_the_experts_have_dropout_at_the_papers_rate():
+    rates = {
+        name: module.p
+        for name, module in ensemble().named_modules()
+        if isinstance(module, nn.Dropout) and module.p
+    }
+    layers = ("blocks.1.mlp", "blocks.3.mlp")
+    assert rates == {f"{layer}.{drop}": 0.1 for layer in layers for drop in ("drop1", "drop2")}
 
 
 def test_routing_degree():

@@ -126,6 +126,16 @@ def test_the_dense_control_is_the_sum_of_two_networks():
     torch.testing.assert_close(layer(x), experts[0](x) + experts[1](x))
 
 
+def test_all_tokens_of_an_image_have_the_probabilities_of_its_class_token():
+    router = ImageRouter(8, 4)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(3, 2, 8)
+    of_images = (x[:, 0] @ router.weight.T).softmax(1)
+    of_tokens = router.probabilities(x).unflatten(0, (3, 2))
+    for token in range(2):
+        torch.testing.assert_close(of_tokens[:, token], of_images)
+
+
 def test_image_routing_needs_images():
     with pytest.raises(ValueError, match=r"\(B, N, D\), .*\(4, 8\)"):
         ImageRouter(8, 2)(torch.randn(4, 8))

@@ -121,6 +121,7 @@ def test_losses_are_summed_over_the_blocks(images):
     )
     model(images)
     assert len(terms) == 4
+    assert model.blocks[0].mlp.router.noise_std == 1.0
     loss = timm_moe.auxiliary_loss(model)
     torch.testing.assert_close(loss, 0.01 * sum(record.losses["balance_top_k"] for record in terms))
     assert 4 * 0.01 <= loss < 4 * 0.02
@@ -345,6 +346,17 @@ def test_the_optimizer_of_the_paper_trains_shared_parameters_once(images):
         list(model.parameters())
     )
     optimizer.step()
+
+
+def test_groups_have_the_drop_path_and_the_layer_scale_of_blocks(images):
+    options = dict(noise_std=0.0, drop_path_rate=0.5, init_values=0.5)
+    plain, grouped = widenet(**options), widenet(routing_groups=4, **options)
+    grouped.load_state_dict({_grouped(name): value for name, value in plain.state_dict().items()})
+    outputs = []
+    for model in (plain, grouped):
+        torch.manual_seed(1)  # The same paths are dropped.
+        outputs.append(model(images))
+    torch.testing.assert_close(*outputs)
 
 
 def test_drop_path_grows_with_the_block():

@@ -82,6 +82,24 @@ def test_it_moves_once_a_step_by_all_micro_batches():
     assert steps(model) == expected
 
 
+def test_the_choices_of_all_groups_count():
+    model, images = make_model(group_images=1), torch.randn(3, 3, 32, 32)
+    expected = loads(model, images)
+    model(images)
+    for bias, count in zip(biases(model), expected, strict=True):
+        assert torch.equal(bias.load, count)
+
+
+def test_only_an_optimizer_that_trains_the_router_moves_its_bias():
+    model, other, images = make_model(), make_model(), torch.randn(2, 3, 32, 32)
+    (model(images).sum() + other(images).sum()).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert not any(map(any, steps(model)))
+    routers = [layer.router.weight for layer in timm_moe.moe_layers(model).values()]
+    torch.optim.SGD(routers, lr=0.1).step()
+    assert all(map(any, steps(model)))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.first_case
 def test_repetitions_in_backward_do_not_count(compiled):

@@ -6,6 +6,7 @@ import pytest
 import timm
 import timm.scheduler
 import torch
+from averaging_loop import still_step
 from routed_loop import CPU, batch, routed_model
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
@@ -60,6 +61,17 @@ def test_early_ewa_at_the_share_rates_that_the_paper_searches(share_rate):
         rate = share_rate if step < 5 else 0
         assert averaging.share_rate == rate
         torch.testing.assert_close(stacked.detach(), mean + (1 - rate * 4 / 3) * before)
+
+
+def test_a_share_rate_alone_is_that_of_the_first_half():
+    model = routed_model(share_rate=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    averaging = start_averaging(model, optimizer, total_updates=4)
+    rates = []
+    for _ in range(4):
+        still_step(model, optimizer)
+        rates.append(averaging.share_rate)
+    assert rates == [0.2, 0, 0, 0]
 
 
 def test_routed_experts_are_not_averaged_unasked(caplog):

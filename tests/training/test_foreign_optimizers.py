@@ -251,6 +251,29 @@ def test_schedule_free_weights_are_averaged_in_every_sequence(ewa_vit, make):
             each.eval()
 
 
+class ThreeSequences(torch.optim.Optimizer):
+    """Keeps x, y and z beside a parameter, as schedule-free optimizers in their reference form."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {name: torch.randn_like(p) for name in "xyz"}
+
+
+def test_every_sequence_of_a_reference_optimizer_is_averaged(ewa_vit):
+    layers = layers_alone(ewa_vit)
+    optimizer = ThreeSequences(layers.parameters())
+    ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=2)
+    optimizer.step()
+    for parameter in layers.parameters():
+        for name, weights in optimizer.state[parameter].items():
+            mean = weights.mean(0).expand_as(weights)
+            torch.testing.assert_close(weights, mean, rtol=0, atol=1e-6, msg=name)
+
+
 #: Optimizers whose steps follow weights, norms of whole tensors aside: averaging changes their
 #: later steps.
 BY_WEIGHTS = ("adamp", "sgdp", "lars", "lamb", "nvlamb", "adahessian", "kron", "novograd")
@@ -291,6 +314,20 @@ def test_averaging_moves_the_mean_of_no_optimizer(opt):
     torch.testing.assert_close(
         means_of_experts(opt, True), means_of_experts(opt, False), rtol=0, atol=1e-6
     )
+
+
+def test_what_madgrad_pulls_to_is_averaged_by_the_eps_of_the_optimizer(ewa_vit):
+    layers = layers_alone(ewa_vit)
+    optimizer = create_optimizer_v2(layers, opt="madgrad", lr=1e-2, weight_decay=0.0, eps=0.1)
+    ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=2)
+    for parameter in layers.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for parameter in layers.parameters():
+        state = optimizer.state[parameter]
+        size = state["grad_sum_sq"].pow(1 / 3) + 0.1
+        target = state["x0"] - state["s"] / size
+        torch.testing.assert_close(target, target.mean(0).expand_as(target), rtol=0, atol=1e-6)
 
 
 def test_the_start_that_madgrad_pulls_to_is_averaged(ewa_vit):

@@ -61,6 +61,28 @@ def test_summary_of_a_loop():
     assert timm_moe.routing_summary(model) != summaries
 
 
+def test_dropped_choices_are_counted_in_each_group():
+    images, _ = batch()
+    model = routed_model(capacity_factor=1.0, capacity_multiple=1, group_images=1)
+    router = model.blocks[3].mlp.router
+    dropped = 0
+    for part in images.split(4):
+        model(part)
+        (record,) = router.records
+        dropped += record.dropped.item()
+        timm_moe.auxiliary_loss(model)
+    summary = timm_moe.routing_summary(model)["blocks.3.mlp"]
+    assert summary.dropped == pytest.approx(dropped / (8 * 17))
+
+
+def test_statistics_keep_no_graph_alive():
+    model = routed_model()
+    model(batch()[0])
+    (record,) = model.blocks[3].mlp.router.records
+    assert record.weighted_loss.requires_grad
+    assert not any(loss.requires_grad for loss in record.losses.values())
+
+
 def test_statistics_of_many_forwards_and_of_a_layer_that_stops():
     images, _ = batch()
     model = routed_model()
