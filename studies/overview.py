@@ -72,6 +72,7 @@ ROWS = (
     Row("EWA", "30 epochs", "scratch", "EWA, linear"),
     Row("EWA", "100 epochs, 20 classes", "confirmation", "linear"),
     Row("EWA", "fine-tuning, SGD", "finetuning", "EWA, linear"),
+    Row("EWA", "fine-tuning, AdamW", "adamw", "EWA, linear"),
     *(
         Row(
             method, f"120 epochs, {recipe} recipe", "recipe", f"{arm}, {recipe}", f"dense, {recipe}"
@@ -79,6 +80,7 @@ ROWS = (
         for method, arm in (("EWA", "EWA, linear"), ("V-MoE, top-2 of 8", "V-MoE, top-2"))
         for recipe in ("weak", "medium", "strong")
     ),
+    Row("V-MoE, top-2 of 8", "fine-tuning, AdamW", "adamw", "V-MoE, gates renormalised"),
     Row("V-MoE, top-1 of 8", "fine-tuning", "ensembles", "V-MoE, K 1", "ViT"),
     Row("pBE, 2 members", "fine-tuning", "ensembles", PBE, "ViT"),
     Row("Switch, top-1 of 4", "30 epochs", "routing", "naive MoE"),

@@ -75,7 +75,7 @@ FINDINGS = (
     ),
     Finding(
         "All arms are fine-tuned by SGD with momentum and without weight decay, as in the paper. "
-        "What AdamW gives, the optimizer of all commands on these pages, was not measured.",
+        "Study adamw has the optimizer of all commands on these pages.",
         compare(("EWA, linear",), UNCLEAR, ("dense",)),
     ),
     Finding(
