@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import SMALL_VIT_KWARGS, make_model, save_as_train_py, write_images
+from common import OPTIONS, SMALL_VIT_KWARGS, make_model, save_as_train_py, write_images
 from PIL import Image
 from scipy.stats import ttest_rel
+from timm.models import save_for_hf
 from train_script import needs_scripts, train
 
 from studies.statistics import paired
@@ -16,6 +17,7 @@ from timm_moe.analysis import comparison
 from timm_moe.analysis.comparison import Measured, Run, compare, find_runs, table
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.evaluation import evaluate
+from timm_moe.checkpoints.source import ModelSpec
 from timm_moe_cli import main
 
 HERE = ("-j", "0", "--device", "cpu")
@@ -323,3 +325,57 @@ def test_trained_runs_are_compared_by_their_names(tmp_path, monkeypatch, capsys)
 
 def _inference():
     return comparison.Inference(batch_size=7, workers=0, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["EMA weights", "a stated model", "names of its own"])
+def test_a_run_is_measured_as_by_evaluate(tmp_path, kind):
+    """By the weights and the model that are asked for, in the model's order of classes."""
+    torch.manual_seed(0)
+    images = image_folder(write_images(tmp_path / "data", {"validation": 6}, list("abcde")))
+    name, options = "vit_tiny_patch16_224", {}
+    model, file = make_model(name), tmp_path / "run-0.pth"
+    if kind == "a stated model":
+        torch.save(model.state_dict(), file)
+        options = dict(spec=ModelSpec(name, 5, OPTIONS))
+    elif kind == "names of its own":
+        file = tmp_path / "run-0"
+        stated = dict(label_names=list("badce"))
+        save_for_hf(model, str(file), stated, model_args=OPTIONS, safe_serialization=True)
+    else:
+        save_as_train_py(file, model, name, img_size=32)
+        content = torch.load(file, weights_only=False)
+        torch.save({**content, "state_dict_ema": make_model(name).state_dict()}, file)
+        options = dict(use_ema=True)
+    runs = [Run("run-0", str(file), "run")]
+    (found,) = comparison.measure_runs(runs, images, inference=_inference(), **options)
+    expected = evaluate([str(file)], images, inference=_inference(), **options)
+    assert found.figures == {figure: expected[figure] for figure in ("accuracy", "nll", "ece")}
+    assert found.right.double().mean().item() == pytest.approx(expected["accuracy"])
+
+
+def test_an_ensemble_gets_right_what_the_mean_of_its_members_does(tmp_path):
+    torch.manual_seed(0)
+    images = image_folder(write_images(tmp_path / "data", {"validation": 12}, list("abcde")))
+    ensemble, *members = (make_model("vit_tiny_patch16_224") for _ in range(4))
+    ensemble.forward_members = lambda x: torch.stack([member(x) for member in members], 1)
+    runs = [Run("run-0", ensemble, "run")]
+    (found,) = comparison.measure_runs(runs, images, inference=_inference())
+    expected, first = (
+        evaluate([model], images, inference=_inference())["accuracy"]
+        for model in (ensemble, members[0])
+    )
+    assert found.right.double().mean().item() == pytest.approx(expected)
+    assert expected != first
+
+
+def test_the_picture_has_the_intervals_of_the_table(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = []
+    monkeypatch.setattr(Axes, "errorbar", lambda self, x, y, xerr, **_: drawn.append((x, xerr)))
+    values = {"dense": (0.5, 0.55, 0.53), "ewa": (0.52, 0.56, 0.54)}
+    runs = [measured(group, seed, v) for group in values for seed, v in enumerate(values[group])]
+    comparison.plot(runs, compare(runs), tmp_path / "a.png")
+    accuracy = compare(runs)[0].differences["accuracy"]
+    half = accuracy.high - accuracy.mean
+    assert drawn[0] == pytest.approx((100 * accuracy.mean, 100 * half))

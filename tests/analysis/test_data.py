@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import OPTIONS, ROOT, make_model, save_as_train_py, write_images
+from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform
 from timm.models import save_for_hf
 
@@ -570,3 +571,37 @@ def test_no_output_goes_where_images_are_read(tmp_path, capsys, command):
     }[command]
     assert main([command.replace("masks", "routes"), *arguments]) == 1
     assert "whose images are read" in capsys.readouterr().err
+
+
+def test_names_by_number_are_in_the_order_of_the_numbers(tmp_path, model):
+    """As in a config.json whose numbers were sorted as words."""
+    numbers = ("1", "10", "2", "3", "4")
+    folder = write_images(tmp_path, {"val": 3}, numbers)
+    (folder / "classes.txt").write_text("\n".join(numbers))
+    by_string = image_folder(folder, class_map=str(folder / "classes.txt"))
+    named = {str(number): numbers[number] for number in (3, 1, 0, 4, 2)}
+    save_with_names(model, tmp_path / "vit", named)
+    expected = evaluate([model], by_string, inference=HERE)
+    assert evaluate([tmp_path / "vit"], image_folder(folder), inference=HERE) == expected
+
+
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+def test_images_that_are_not_square_are_cropped_as_stated(folder, model, mode):
+    for file in folder.glob("val/*/*.png"):
+        Image.open(file).resize((48, 32)).save(file)
+    model.pretrained_cfg = {**model.pretrained_cfg, "crop_mode": mode}
+    timms = ImageDataset(str(folder / "val"), transform=create_transform(**preprocessing(model)))
+    x, labels = zip(*(timms[index] for index in range(10)), strict=True)
+    with torch.no_grad():
+        outputs = model(torch.stack(x))
+    nll = torch.nn.functional.cross_entropy(outputs, torch.tensor(labels)).item()
+    found = evaluate([model], image_folder(folder), inference=HERE)["nll"]
+    assert found == pytest.approx(nll, rel=1e-5)
+
+
+def test_classes_that_transformers_gave_no_names_are_those_of_the_folders(
+    folder, model, tmp_path, caplog
+):
+    save_with_names(model, tmp_path / "vit", [f"LABEL_{number}" for number in range(5)])
+    load_classifiers([tmp_path / "vit"], image_folder(folder), inference=HERE)
+    assert "labels do not mean the same" not in caplog.text

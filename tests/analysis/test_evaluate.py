@@ -500,3 +500,10 @@ def test_a_layer_that_blocks_share_is_put_back_into_its_mode():
     with in_eval_mode([model]):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
+
+
+def test_logits_that_float32_would_make_equal_probabilities(splits, model):
+    model.forward = lambda x: torch.tensor([[0.0, 1e-8, -9.0, -9.0, -9.0]]).expand(len(x), 5)
+    batches = evaluation.predictions([model], ["model"], image_folder(splits), HERE)
+    for _, log_p_BMC, _ in batches:
+        assert (log_p_BMC.argmax(2) == 1).all()

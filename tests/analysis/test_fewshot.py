@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from common import SMALL_VIT
+from common import SMALL_VIT, make_model, save_as_train_py
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from timm_moe.analysis.data import Inference, image_folder
-from timm_moe.analysis.fewshot import PENALTIES, Folder, Ridge, _best_penalty, fewshot
+from timm_moe.analysis.fewshot import PENALTIES, Folder, Ridge, _best_penalty, _results, fewshot
 from timm_moe.model_config import preprocessing
 from timm_moe_cli import main
 
@@ -328,3 +328,46 @@ def test_other_classes_and_features_that_are_not_finite_are_refused(colours, tmp
     nn.init.constant_(model.norm.weight, float("nan"))
     with pytest.raises(ValueError, match=r"VisionTransformer .*features .*NaN"):
         fewshot([model], [folder_of(colours)], (1,), inference=HERE)
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_features_are_of_the_weights_that_are_asked_for(colours, tmp_path, monkeypatch, use_ema):
+    torch.manual_seed(0)
+    name = "vit_tiny_patch16_224"
+    plain, ema = make_model(name), make_model(name)
+    file = save_as_train_py(tmp_path / "a.pth", plain, name, num_classes=5, img_size=32)
+    content = torch.load(file, weights_only=False)
+    torch.save({**content, "state_dict_ema": ema.state_dict()}, file)
+    seen = []
+    monkeypatch.setattr(
+        "timm_moe.analysis.fewshot._accuracies",
+        lambda train, *_: seen.append(train[0]) or torch.zeros(1, len(PENALTIES)),
+    )
+    fewshot([file], [folder_of(colours)], (2,), 1, inference=HERE, use_ema=use_ema)
+    fewshot([ema if use_ema else plain], [folder_of(colours)], (2,), 1, inference=HERE)
+    torch.testing.assert_close(*seen)
+
+
+def test_a_number_of_shots_has_one_penalty_by_all_folders():
+    accuracies = torch.zeros(2, 1, 2, 1, len(PENALTIES))  # folders, draws, numbers of shots, kind
+    accuracies[0, 0, 0, 0, [3, 5]] = torch.tensor([0.5, 0.4])
+    accuracies[1, 0, 0, 0, 5] = 0.9
+    accuracies[:, 0, 1, 0, 7] = 0.8
+    folders = [Folder(name, None, None) for name in "ab"]
+    results = _results(folders, (1, 4), accuracies)
+    found = [(each.folder, each.shots, each.penalty, each.accuracy) for each in results]
+    assert [(*each[:3], round(each[3], 4)) for each in found] == [
+        ("a", 1, PENALTIES[5], 0.4),
+        ("b", 1, PENALTIES[5], 0.9),
+        ("a", 4, PENALTIES[7], 0.8),
+        ("b", 4, PENALTIES[7], 0.8),
+    ]
+
+
+def test_features_in_mixed_precision(colours):
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    seen = set()
+    model.blocks[0].mlp.fc1.register_forward_hook(lambda _, x, y: seen.add(y.dtype))
+    inference = Inference(7, 0, "cpu", torch.bfloat16)
+    fewshot([model], [folder_of(colours)], (2,), 1, inference=inference)
+    assert seen == {torch.bfloat16}

@@ -559,3 +559,36 @@ def test_a_checkpoint_that_holds_ema_weights_too_says_so(ewa_vit, tmp_path, capl
     load_source(file, use_ema=use_ema)
     said = "holds EMA weights too, of which train.py's accuracies are: --use-ema" in caplog.text
     assert said == (not use_ema)
+
+
+def test_of_two_files_of_weights_the_one_of_the_hub_is_taken(ewa_vit, folder):
+    others = {name: tensor + 1 for name, tensor in ewa_vit.state_dict().items()}
+    torch.save(others, folder / "pytorch_model.bin")
+    assert same(load_source(folder), ewa_vit)
+
+
+def test_the_pooling_is_that_of_the_training(tmp_path):
+    """No weight tells of it."""
+    name = "test_efficientnet"
+    trained = timm.create_model(name, num_classes=5, global_pool="max").eval()
+    file = save_as_train_py(tmp_path / "last.pth.tar", trained, name, model_kwargs={}, gp="max")
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(load_source(file).eval()(images), trained(images))
+
+
+def test_weights_of_another_kind_of_numbers_are_refused(ewa_vit, tmp_path):
+    weights = {**ewa_vit.state_dict(), "head.bias": torch.zeros(5, dtype=torch.long)}
+    torch.save(weights, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=r"head\.bias as torch\.int64, .*torch\.float32"):
+        load_source(tmp_path / "a.pth", SPEC)
+
+
+def test_the_licence_of_a_repository_goes_along(folder, tmp_path, monkeypatch):
+    def download(repo_id, file, revision):
+        return folder / file
+
+    monkeypatch.setattr(source_module, "hf_hub_download", download)
+    edit(folder, lambda config: config["pretrained_cfg"].update(license="cc-by-nc-4.0"))
+    export = timm_moe.export_dense("hf-hub:user/vit", tmp_path / "out")
+    config = json.loads((export.path / "config.json").read_text())
+    assert config["pretrained_cfg"]["license"] == "cc-by-nc-4.0"

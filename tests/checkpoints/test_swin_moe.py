@@ -422,3 +422,15 @@ def test_files_that_a_run_resumes_from_have_no_master(tmp_path):
     first, second = load_file(expected), load_file(found)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_more_than_ten_processes_are_in_the_order_of_their_numbers(tmp_path):
+    made = []
+    for ranks in (1, 16):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        prefix = write(folder, *whole_model(4), ranks)
+        import_checkpoint(prefix, folder / "out.safetensors")
+        made.append(load_file(folder / "out.safetensors"))
+    assert made[0].keys() == made[1].keys()
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])

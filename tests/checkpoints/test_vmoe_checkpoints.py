@@ -537,3 +537,8 @@ def test_weights_that_are_not_finite(copy, value):
     with pytest.raises(ValueError, match=r"array head/bias .*NaN"):
         import_checkpoint(copy, copy.with_name("a.safetensors"))
     assert not copy.with_name("a.safetensors").exists()
+
+
+def test_an_imported_file_is_none_of_train_pys(tmp_path):
+    import_checkpoint(FOLDER / "vmoe_tiny", tmp_path / "vmoe.safetensors")
+    assert load_source(tmp_path / "vmoe.safetensors").origin.train_args == {}

@@ -12,9 +12,10 @@ import timm
 import torch
 from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, edit
 from hub_client import front_matter
+from safetensors.torch import load as load_bytes
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints.source import ModelSpec, load_source
 from timm_moe.export import PushOptions, push_dense, push_folder, push_moe
 from timm_moe.export.export import export_moe
 from timm_moe_cli import main
@@ -532,3 +533,40 @@ def test_a_strangers_way_to_code_is_not_published(strange, monkeypatch):
     push_folder(folder, "user/vit")
     assert b"evil" not in b"".join(uploaded.values())
     assert json.loads(uploaded["config.json"])["architecture"] == "vit_tiny_ewa_moe"
+
+
+def test_a_sum_of_averaged_experts_is_not_what_was_measured(checkpoint):
+    card = push_dense(checkpoint, "user/vit", method="sum", dry_run=True).card
+    assert "model-index" not in front_matter(card)
+    assert "51.25" not in card
+
+
+def test_results_of_ema_weights_are_those_of_the_ema(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].model_ema = True
+    torch.save(content, tmp_path / "last.pth.tar")
+    shutil.copy(checkpoint.parent / "summary.csv", tmp_path)
+    card = push_dense(tmp_path / "last.pth.tar", "user/vit", use_ema=True, dry_run=True).card
+    assert "From `last.pth.tar` (its EMA weights), which timm's train.py wrote" in card
+    assert "| top-1 accuracy (%) | 51.25 |" in card
+
+
+def test_the_ratio_of_an_svd_is_the_one_that_is_asked_for(
+    checkpoints, tmp_path, monkeypatch, caplog
+):
+    file, uploaded = checkpoints["vit_tiny_moe"], {}
+
+    def commit(api, files, settings):
+        uploaded.update(load_bytes(files["model.safetensors"].read_bytes()))
+        return None, None
+
+    monkeypatch.setattr("timm_moe.export.push._log_in", lambda settings: object())
+    monkeypatch.setattr("timm_moe.export.push._commit", commit)
+    push_dense(file, "user/vit", method="svd", svd_ratio=0.25)
+    assert "is not the one that was trained: validate it" in caplog.text
+    folder = timm_moe.export_dense(file, tmp_path / "vit", "svd", svd_ratio=0.25).path
+    exported = load_bytes((folder / "model.safetensors").read_bytes())
+    expected = timm_moe.to_dense(load_source(file), "svd", 0.25)
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(exported[name], tensor)
+        torch.testing.assert_close(uploaded[name], tensor)

@@ -201,3 +201,11 @@ def test_a_history_is_that_of_its_weights_alone(ewa_vit, tmp_path):
         {**weights, "head.bias": weights["head.bias"] + 1}, tmp_path / "vit/model.safetensors"
     )
     assert [word in card_of(tmp_path / "vit") for word in said] == [False, False, False]
+
+
+def test_names_by_number_need_not_be_in_order(ewa_vit, tmp_path):
+    """A writer of JSON may have sorted the numbers as words."""
+    by_number = {str(number): NAMES[number] for number in (3, 1, 0, 4, 2)}
+    ewa_vit.pretrained_cfg = {**ewa_vit.pretrained_cfg, "label_names": by_number}
+    timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert _names_in(tmp_path / "vit")[0] == NAMES

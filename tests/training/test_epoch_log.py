@@ -114,3 +114,20 @@ def test_the_spread_is_the_relative_distance_from_the_mean(ewa_vit):
 def test_the_file_is_json_with_versions(tmp_path):
     run("vit_tiny_ewa_moe", tmp_path, 1)
     assert json.loads((tmp_path / FILE).read_text())["versions"]["timm"] == timm.__version__
+
+
+def test_of_two_runs_in_a_process_the_later_one_is_told(tmp_path):
+    """The optimizer of the first, an EWA run, is alive still."""
+    first = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    optimizer = create_optimizer_v2(first, opt="sgd", lr=0.01)
+    create_scheduler_v2(optimizer, num_epochs=4, updates_per_epoch=1)
+    run("vit_tiny_moe", tmp_path, 1)
+    (entry,) = read_epochs(tmp_path)
+    assert entry["share_rate"] is None
+    assert all("load" in layer for layer in entry["layers"].values())
+
+
+def test_the_share_rate_of_an_epoch_is_that_of_its_last_averaging(tmp_path):
+    run("vit_tiny_ewa_moe", tmp_path, 2)
+    rates = [entry["share_rate"] for entry in read_epochs(tmp_path)]
+    assert rates == pytest.approx([0.3 / 4, 0.3 / 2])

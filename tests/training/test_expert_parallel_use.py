@@ -446,3 +446,23 @@ def test_the_example_killed_resumed_by_another_number_of_processes_and_exported(
     opened = run_code(OPENS, tmp_path / "exported", autoload="0")
     assert opened.returncode == 0, opened.stderr
     assert "[1, 10]" in opened.stdout
+
+
+def frozen_worker(rank, folder):
+    join_group(rank, folder, 1)
+    model = make(EWA)
+    layer = timm_moe.moe_layers(model)["blocks.1.mlp"]
+    layer.fc1.requires_grad_(False)
+    timm_moe.parallelize_experts(model, init_device_mesh("cpu", (1,)))
+    trained = {name: p.requires_grad for name, p in layer.named_expert_parameters()}
+    assert trained == {
+        "fc1.weight": False,
+        "fc1.bias": False,
+        "fc2.weight": True,
+        "fc2.bias": True,
+    }
+    torch.distributed.destroy_process_group()
+
+
+def test_frozen_experts_stay_frozen(tmp_path):
+    run_ranks(frozen_worker, (str(tmp_path),), 1)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import timm_moe
-from timm_moe.callbacks import expert_statistics
+from timm_moe.callbacks import add_router_losses, expert_statistics, start_averaging
 from timm_moe.layers.router_totals import KEPT
 from timm_moe.training import router_losses
 
@@ -203,3 +203,32 @@ def test_calls_of_a_layer_that_blocks_share_are_one_forward(caplog, monkeypatch)
         timm_moe.auxiliary_loss(model)
     assert looks == [model.blocks[0].mlp]
     assert timm_moe.routing_summary(model)["blocks.0.mlp"].load == pytest.approx([0.5] * 2, abs=0.4)
+
+
+def test_a_run_that_begins_has_no_statistics_of_an_earlier_one():
+    model = routed_model()
+    model(batch()[0])
+    timm_moe.auxiliary_loss(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start_averaging(model, optimizer, total_updates=2)
+    assert expert_statistics(model) == {}
+
+
+def test_a_log_has_the_load_of_the_most_chosen_expert_and_the_dropped_share():
+    model = routed_model(capacity_factor=0.5, capacity_multiple=1)
+    model(batch()[0])
+    timm_moe.auxiliary_loss(model)
+    logged = expert_statistics(model)
+    for path, summary in timm_moe.routing_summary(model).items():
+        assert logged[f"router/{path}/load_max"] == max(summary.load) > 0.25
+        assert logged[f"router/{path}/dropped"] == summary.dropped > 0
+
+
+def test_router_losses_are_scaled_as_the_loss_is():
+    losses = []
+    for scale in (1.0, 0.25):
+        model = routed_model()
+        torch.manual_seed(0)
+        model(batch()[0])
+        losses.append(add_router_losses(model, torch.zeros(()), scale).item())
+    assert 0 < losses[1] == pytest.approx(losses[0] / 4)

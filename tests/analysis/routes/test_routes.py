@@ -416,3 +416,25 @@ def test_where_nothing_can_be_written(splits, tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert "file is a file;" in errors[0]
     assert "file is a file," in errors[1]
+
+
+def test_rows_of_the_heat_maps_have_the_names_of_their_classes(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    named, shown, draw = [], [], Axes.imshow
+    monkeypatch.setattr(Axes, "set_yticks", lambda self, at, names, **_: named.extend(names))
+    monkeypatch.setattr(
+        Axes, "imshow", lambda self, x, **look: shown.append(x.tolist()) or draw(self, x, **look)
+    )
+    plot([made_up([1, 0, 1], 2, [0, 1, 2])], tmp_path / "a.png")
+    assert named == ["1", "0", "2"]
+    assert shown == [[[1, 0], [0, 1], [0, 1]]]
+
+
+def test_routes_in_mixed_precision(splits):
+    model = make_model()
+    seen = set()
+    model.blocks[0].mlp.fc1.register_forward_hook(lambda _, x, y: seen.add(y.dtype))
+    collect_routes(model, image_folder(splits), replace(HERE, amp_dtype=torch.bfloat16))
+    assert seen == {torch.bfloat16}
