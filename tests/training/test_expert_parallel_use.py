@@ -464,5 +464,6 @@ def frozen_worker(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_frozen_experts_stay_frozen(tmp_path):
     run_ranks(frozen_worker, (str(tmp_path),), 1)
