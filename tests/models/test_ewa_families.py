@@ -136,6 +136,7 @@ def test_options_and_features():
         timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", share_rate=2, **TINY_SWIN)
 
 
+@pytest.mark.ci
 def test_a_model_is_pickled_and_saved_as_it_is(tmp_path):
     model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN).eval()
     (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))

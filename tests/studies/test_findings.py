@@ -367,6 +367,7 @@ def test_the_readme_names_each_method_that_is_better_or_worse_than_dense_trainin
     assert clear - said == set()
 
 
+@pytest.mark.ci
 def test_the_costs_and_the_papers_gains_in_the_readme_are_those_of_the_models():
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -324,6 +324,7 @@ def _without_images(stated):
     )
 
 
+@pytest.mark.ci
 def test_the_pages_follow_from_the_results():
     for outcome in page.stored(RESULTS):
         study, size, stored = outcome.study, outcome.size, outcome.results
