@@ -107,6 +107,7 @@ def assert_plain(server, checkpoint, folder, weights_by_name):
         assert_same(result, timm_moe.to_dense(expert))
 
 
+@pytest.mark.ci
 def test_plain_timm_loads_what_was_pushed(hub, server, checkpoint, tmp_path):
     out = hub.push(checkpoint, "user/vit")
     assert 'Load it with timm.create_model("hf-hub:user/vit", pretrained=True).' in out

@@ -94,7 +94,7 @@ def test_classes_of_another_name_take_no_models():
     ("module", "others"),
     [("pit", ["small_data"]), ("swin_transformer", ["small_data", "swin_moe"])],
 )
-@pytest.mark.first_case
+@pytest.mark.ci
 def test_models_with_names_of_their_own_are_missing_with_a_warning(module, others):
     left, told = without(module)
     assert set(left) == set(registered_models()) - of(f"ewa.{module}", *others)
