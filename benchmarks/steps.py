@@ -53,9 +53,13 @@ def step(make: Make, batch: int, fused: bool, setting: Setting, classes: int = C
     model = make().to(setting.device).train()
     layers = list(timm_moe.moe_layers(model).values())
     has_losses = any(isinstance(layer.router, RecordingRouter) for layer in layers)
-    # False would also turn off foreach, which train.py's optimizer uses on a GPU.
-    choice = True if fused else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=choice)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=1e-4,
+        weight_decay=0.05,
+        # False would also turn off foreach, which train.py's optimizer uses on a GPU.
+        fused=fused or None,
+    )
     if any(layer.share_rate for layer in layers):
         timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=10_000)
     images = torch.randn(batch, *model.pretrained_cfg["input_size"], device=setting.device)

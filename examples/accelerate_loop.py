@@ -4,7 +4,7 @@ accelerate launch examples/accelerate_loop.py [EPOCHS [MODEL]]
 
 MODEL is vit_tiny_ewa_moe by default; vmoe_s32 has routers. Each epoch is saved as a folder in run/.
 The next call with the same arguments resumes from the last one. The export is written there too.
-pip install "timm_moe[demo]" accelerate brings what it needs.
+In a clone, pip install ".[demo]" accelerate brings what it needs.
 """
 
 import sys

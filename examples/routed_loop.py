@@ -16,7 +16,7 @@ from timm_moe.analysis.demo import SMALL_VIT, load_images
 def main(epochs: int = 10) -> None:
     torch.manual_seed(0)
     (images, labels), (test_images, test_labels) = load_images()
-    # From scratch each expert draws its own weights; from a checkpoint they start equal.
+    # Here each expert draws its own weights. By default those of V-MoE start equal.
     experts = dict(num_experts=8, moe_layers="last-2", expert_init="independent")
     model = timm.create_model("vmoe_s32", **experts, **SMALL_VIT)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)

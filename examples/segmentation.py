@@ -37,6 +37,7 @@ from torchvision.transforms import v2
 
 import timm_moe
 from timm_moe.analysis.routes.segmentation import MaskedImages
+from timm_moe.convert.expert_layers import expert_biases
 from timm_moe.model_config import preprocessing
 
 CLASSES = [
@@ -134,8 +135,7 @@ def train(
 ) -> None:
     torch.manual_seed(seed)  # these models draw nothing, so all variants see the same batches
     loader = DataLoader(Augmented(*data.tensors), BATCH, shuffle=True)
-    experts = timm_moe.expert_parameters(model.backbone)
-    biases = [name for name, stacked in experts.items() if stacked.ndim == 2]
+    biases = expert_biases(model.backbone)
     groups = param_groups_layer_decay(
         model.backbone, WEIGHT_DECAY, no_weight_decay_list=biases, layer_decay=layer_decay
     )
@@ -153,7 +153,7 @@ def train(
             loss = nn.functional.cross_entropy(
                 model(images), labels.as_subclass(Tensor), ignore_index=VOID
             )
-            (loss + timm_moe.auxiliary_loss(model)).backward()
+            timm_moe.add_router_losses(model, loss).backward()
             optimizer.step()
             optimizer.zero_grad()
             step, total = step + 1, total + loss.item()

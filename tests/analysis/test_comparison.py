@@ -329,7 +329,7 @@ def _inference():
 
 @pytest.mark.parametrize("kind", ["EMA weights", "a stated model", "names of its own"])
 def test_a_run_is_measured_as_by_evaluate(tmp_path, kind):
-    """By the weights and the model that are asked for, in the model's order of classes."""
+    """Figures are of the weights and the model that are asked for, in its order of classes."""
     torch.manual_seed(0)
     images = image_folder(write_images(tmp_path / "data", {"validation": 6}, list("abcde")))
     name, options = "vit_tiny_patch16_224", {}

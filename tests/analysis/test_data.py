@@ -574,7 +574,7 @@ def test_no_output_goes_where_images_are_read(tmp_path, capsys, command):
 
 
 def test_names_by_number_are_in_the_order_of_the_numbers(tmp_path, model):
-    """As in a config.json whose numbers were sorted as words."""
+    """Numbers in a config.json may have been sorted as words."""
     numbers = ("1", "10", "2", "3", "4")
     folder = write_images(tmp_path, {"val": 3}, numbers)
     (folder / "classes.txt").write_text("\n".join(numbers))

@@ -506,7 +506,7 @@ def test_four_of_six_comparisons_of_likelihood_and_calibration_stay_clear():
     ("study", "ewa", "p"), [("scratch", "EWA, linear", 0.24), ("confirmation", "linear", 0.18)]
 )
 def test_as_independent_samples_no_difference_of_ewa_is_clear(study, ewa, p):
-    """docs/results.md says so; Welch's test."""
+    """docs/results.md says so, by Welch's test."""
     outcome = stored(study)
     arms = [
         list(outcome.values(arm, outcome.study.measure.figure("")).values())

@@ -31,6 +31,7 @@ from timm_moe import (
     expert_placement,
     export_dense,
     moe_layers,
+    start_averaging,
     to_dense,
 )
 from timm_moe.layers import EwaMlp
@@ -174,8 +175,8 @@ def training_worker(rank, folder, name):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(model, other, state, options=options)
     if name != "fine-grained":  # which are never averaged
-        averaging = ExpertWeightAveraging(model, other, total_updates=5)
-        averaging.seek(ExpertWeightAveraging.of(optimizer).updates)
+        done = ExpertWeightAveraging.of(optimizer).updates
+        averaging = start_averaging(model, other, total_updates=5, updates=done)
         assert averaging.updates == STEPS
     resumed = get_model_state_dict(model, options=FULL)
     assert all(torch.equal(resumed[path], tensor) for path, tensor in weights.items())
