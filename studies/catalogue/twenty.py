@@ -2,9 +2,10 @@
 
 Beside it is what else an expert would try.
 
-EWA's extra time would buy dense training a third more epochs where it costs most: on an H100 in
-bfloat16 a step with EWA takes 1.335 of a dense one (docs/generated/benchmarks.md). On the CPUs of
-study ``recipe`` it takes 0.97 to 1.02.
+EWA's extra time would buy dense training a third more epochs where it costs most: when the study
+was stated, a step with EWA took 1.335 of a dense one on an H100 in bfloat16. It takes 1.28 since,
+and 1.11 as CUDA graphs (docs/generated/benchmarks.md). On the CPUs of study ``recipe`` it takes
+0.97 to 1.02.
 
 SWA (arXiv 1803.05407) holds the rate of the last quarter where the cosine then is, at 0.15 of its
 peak, and averages the ends of its 30 epochs. LAWA averages the ends of the last tenth of the

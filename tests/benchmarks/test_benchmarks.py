@@ -303,6 +303,41 @@ def test_the_report_tells_what_was_reached(monkeypatch, tmp_path):
     assert "| averaging | 1.700 | 1.600-1.800 | 8.5 |  |" in text
 
 
+def test_documents_say_what_was_timed_on_a_gpu():
+    stored = json.loads((FOLDER / "results/cuda-nvidia-h100-80gb-hbm3.json").read_text())
+    rows = [row for suite in ("modes", "large") for row in stored[suite]["rows"]]
+    ways, kinds = ("eager", "reduce-overhead"), ("EWA", "naive")
+
+    def row(model, way, kind):
+        start = f"step of ViT-{model}/16, bfloat16, {way},"
+        (found,) = (
+            each
+            for each in rows
+            if each["contest"].startswith(start) and each["entry"].startswith(kind)
+        )
+        return found
+
+    readme = " ".join((FOLDER.parent / "README.md").read_text().split())
+    train = (FOLDER.parent / "docs/train.md").read_text()
+    for kind in kinds:
+        eager, graphs = (row("S", way, kind)["ratio"] for way in ways)
+        assert f"| {eager:.2f}, as graphs {graphs:.2f} |" in readme
+    quartiles = ("{low:.2f} to {high:.2f}".format(**row("S", "eager", kind)) for kind in kinds)
+    assert f"(quartiles {' and '.join(quartiles)})" in readme
+    dense, ewa = ([row("S", way, kind)["value"] for way in ways] for kind in ("dense", "EWA"))
+    assert (
+        f"took {dense[1]:.1f} ms instead of {dense[0]:.1f}, those of EWA {ewa[1]:.1f} instead of "
+        f"{ewa[0]:.1f}"
+    ) in readme
+    for model in "SB":
+        for kind in ("dense", *kinds):
+            both = [row(model, way, kind) for way in ways]
+            cells = [f"{each['value']:.1f}" for each in both]
+            if kind != "dense":
+                cells += [f"{each['ratio']:.2f}" for each in both]
+            assert f"| {' | '.join(cells)} |" in train
+
+
 @pytest.mark.ci
 def test_the_report_in_the_repository_is_that_of_its_results(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
