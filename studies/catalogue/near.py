@@ -10,9 +10,9 @@ The size ``small`` has patches of 8 pixels, not 4, and runs on one core for abou
 training.
 
 The size ``paper`` has the paper's patches of 4 pixels, and is for one GPU.
-``python -m benchmarks.programme OUTPUT study`` trains the two arms for one seed, side by side, in
-less than ten minutes of an H100. On one, ``studies.smoke`` trained three epochs of noise: a step
-took 5 to 7 ms, with tests beside it. The whole has never run. What was estimated before:
+``python -m benchmarks.programme OUTPUT study`` is meant to train the two arms for one seed, side by
+side, in less than ten minutes of an H100. On one, ``studies.smoke`` trained three epochs of noise:
+a step took 5 to 7 ms, with tests beside it. The whole has never run. What was estimated before:
 
 - A training is 39,000 steps of 128 images. Imports, links to 60,000 files, compiling, the export
   and validate.py take about 150 s. So 530 s allow a step every 9 ms in each of two processes; one

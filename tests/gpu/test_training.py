@@ -153,23 +153,10 @@ def test_one_process_of_distributed_data_parallel(device, name):
         torch.distributed.destroy_process_group()
 
 
-MIXED = {"float16": ["--amp"], "bfloat16": ["--amp", "--amp-dtype", "bfloat16"]}
-GRAPHS = [*MIXED["bfloat16"], "--torchcompile", "inductor"]
-GRAPHS += ["--torchcompile-mode", "reduce-overhead"]
-
-
 @pytest.mark.ci
 @needs_scripts
 @pytest.mark.parametrize(
-    ("device", "options"),
-    [
-        *(pytest.param("cpu", options, id=f"cpu, {name}") for name, options in MIXED.items()),
-        *(
-            pytest.param("cuda", options, id=f"cuda, {name}", marks=pytest.mark.gpu)
-            for name, options in {**MIXED, "as graphs": GRAPHS}.items()
-        ),
-    ],
-    indirect=["device"],
+    "options", [["--amp"], ["--amp", "--amp-dtype", "bfloat16"]], ids=["float16", "bfloat16"]
 )
 @pytest.mark.parametrize("name", ["vit_xtiny_ewa_moe", "vit_xtiny_moe"])
 def test_timms_training_script_in_mixed_precision(device, name, options, tmp_path):

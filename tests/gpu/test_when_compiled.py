@@ -1,13 +1,18 @@
-"""Compiled training steps on a GPU, CUDA graphs among them: eager mode's, and without a wait."""
+"""Compiled training steps on a GPU, CUDA graphs among them: eager mode's, and without a wait.
+
+Then train.py, which compiles, trains and validates.
+"""
 
 import copy
+import math
 
 import pytest
 import torch
-from common import without_draws
+from common import without_draws, write_images
 from devices import waits
 from timm.layers import Mlp
 from torch import nn
+from train_script import needs_scripts, summary, train
 
 import timm_moe
 from timm_moe.layers import MoeMlp, TopKRouter
@@ -110,3 +115,21 @@ def test_compiled_layers_without_a_capacity_are_those_of_eager_mode_in_bfloat16(
     if is_grouped:
         with waits(device, 0):
             outcome(1, x)
+
+
+@pytest.mark.ci
+@pytest.mark.gpu
+@needs_scripts
+@pytest.mark.parametrize("device", ["cuda"], ids=["cuda, as graphs"], indirect=True)
+@pytest.mark.parametrize("name", ["vit_xtiny_ewa_moe", "vit_xtiny_moe"])
+def test_timms_training_script_validates_what_it_compiled(device, name, tmp_path):
+    images = write_images(tmp_path / "images", {"train": 12, "test": 6})
+    kwargs = ["--model-kwargs", "embed_dim=48", "num_heads=3", "patch_size=8"]
+    data = ["--model", name, "--num-classes", 3, "--device", device, "--experiment", "run"]
+    graphs = ["--torchcompile", "inductor", "--torchcompile-mode", "reduce-overhead"]
+    train(tmp_path, images, *data, *kwargs, *graphs, "--amp", "--amp-dtype", "bfloat16")
+    rows = summary(tmp_path / "output/train/run")
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+    assert all(
+        math.isfinite(float(row[loss])) for row in rows for loss in ("train_loss", "eval_loss")
+    )
