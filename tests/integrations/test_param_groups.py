@@ -103,14 +103,24 @@ def test_biases_decay_where_the_dense_models_do(pair, layer_decay):
     assert {name: found[name] for name in expected} == expected
 
 
-def test_the_models_own_method_stands_again():
+@pytest.mark.parametrize("excludes_1d", [True, False])
+@pytest.mark.parametrize("group", ["param_groups_weight_decay", "param_groups_layer_decay"])
+def test_timms_functions_of_groups_know_the_experts_biases(group, excludes_1d):
+    experts, dense = PAIRS["converted, inside another model"]()
+
+    def decays(model):
+        groups = getattr(timm.optim, group)(model, 0.05, weight_decay_exclude_1d=excludes_1d)
+        of = {id(p): g["weight_decay"] for g in groups for p in g["params"]}
+        return {name: of[id(parameter)] for name, parameter in model.named_parameters()}
+
+    assert decays(experts) == decays(dense)
+
+
+def test_the_models_own_method_decides():
     model = convert_to_moe(timm.create_model("vit_tiny_patch16_224", **SMALL_VIT))
-    own = model.no_weight_decay()
-    timm.optim.create_optimizer_v2(model, "sgd", lr=0.1, weight_decay=0.1, layer_decay=0.5)
-    assert "no_weight_decay" not in vars(model)
-    assert model.no_weight_decay() == own
     model.no_weight_decay = lambda: {"head.weight"}  # an owner's
-    assert settings(model, "sgd", 0.5)["head.weight"][0] == 0
+    found = settings(model, "sgd", 0.5)
+    assert found["head.weight"][0] == found["blocks.1.mlp.fc1.bias"][0] == 0
     assert model.no_weight_decay() == {"head.weight"}
 
 

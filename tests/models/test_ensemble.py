@@ -433,6 +433,14 @@ def test_without_the_blocks_of_its_members_a_model_has_none(images, prune):
     torch.testing.assert_close(model(images[:2]), model(images)[:2])
 
 
+def test_a_slice_of_the_blocks_has_the_members_that_part_in_it(images):
+    model = ensemble().eval()
+    model.blocks = model.blocks[: model.parting_block]
+    assert model.ensemble_size == 1
+    assert model(images).shape == (6, 5)
+    torch.testing.assert_close(model(images[:2]), model(images)[:2])
+
+
 @pytest.mark.parametrize("kind", ["pbe", "tiling"])
 def test_groups_count_images(images, kind):
     model = ensemble(ensemble=kind, group_images=3)

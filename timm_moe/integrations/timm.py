@@ -30,7 +30,11 @@ from typing import Any
 
 import timm
 from timm.models import create_model, load_model_config_from_hf, parse_model_name
-from timm.optim import create_optimizer_v2
+from timm.optim import (
+    create_optimizer_v2,
+    param_groups_layer_decay,
+    param_groups_weight_decay,
+)
 from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.task import (
@@ -87,22 +91,32 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
             advice = "Muon trains the experts unless param_group_fn gives them use_fallback=True."
         if is_primary():
             _logger.info(advice)
-    biases = expert_biases(model)
-    if not biases:
-        return create_optimizer_v2(*call.args, **call.kwargs)
-    own = getattr(model, "no_weight_decay", set)
-    decays_biases = not call.arguments.get("filter_bias_and_bn", True)
-    attributes = vars(model)
-    before = attributes.get("no_weight_decay")
-    attributes["no_weight_decay"] = lambda: (
-        {*own()}.difference(biases) if decays_biases else {*own(), *biases}
-    )
-    try:
-        return create_optimizer_v2(*call.args, **call.kwargs)
-    finally:
-        del attributes["no_weight_decay"]  # The method of the class is visible again.
-        if before is not None:
-            attributes["no_weight_decay"] = before
+    return create_optimizer_v2(*call.args, **call.kwargs)
+
+
+def _with_expert_biases(group: Any) -> Any:
+    """Let timm group the experts' biases and norm scales as those of the dense network.
+
+    There they have one dimension.
+    """
+
+    @functools.wraps(group)
+    def param_groups(*args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(group).bind(*args, **kwargs)
+        biases = expert_biases(call.arguments["model"])
+        if biases:
+            given = {*call.arguments.get("no_weight_decay_list", ())}
+            is_excluded = call.arguments.get("weight_decay_exclude_1d", True)
+            call.arguments["no_weight_decay_list"] = (
+                given | biases if is_excluded else given - biases
+            )
+        return group(*call.args, **call.kwargs)
+
+    return param_groups
+
+
+_param_groups_weight_decay = _with_expert_biases(param_groups_weight_decay)
+_param_groups_layer_decay = _with_expert_biases(param_groups_layer_decay)
 
 
 @functools.wraps(adaptive_clip_grad)
@@ -409,6 +423,8 @@ def wrap_functions() -> None:
     """Wrap timm's functions wherever they are, also in a script that already imported them."""
     wrappers: list[Any] = [
         _create_optimizer_v2,
+        _param_groups_weight_decay,
+        _param_groups_layer_decay,
         _create_scheduler_v2,
         _adaptive_clip_grad,
         _update_summary,

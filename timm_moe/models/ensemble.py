@@ -40,18 +40,22 @@ class MembersMixin(VisionTransformer):
     VisionTransformer, and call :meth:`part_at` in their constructor.
 
     Attributes:
-        ensemble_size: M; 1 once the blocks in which the members differ are pruned.
         parting_block: number of the block whose input holds the repeated images.
     """
 
-    ensemble_size: int
     parting_block: int
 
     def part_at(self, block: int, ensemble_size: int) -> None:
         """Let M members part at the input of this block, by hooks that repeat the images there."""
-        self.ensemble_size = ensemble_size
+        parting: Any = self.blocks[block]
+        parting.copies = ensemble_size
         self.parting_block = block
         self._tiling = tile([*self.blocks][block:], ensemble_size)
+
+    @property
+    def ensemble_size(self) -> int:
+        """M; 1 once the block at which the members part is gone, as in ``model.blocks[:1]``."""
+        return max((getattr(block, "copies", 1) for block in self.blocks), default=1)
 
     def forward_members(self, x: Tensor) -> Tensor:
         """Compute the logits (B, M, C) of all members for images (B, channels, height, width)."""
@@ -119,13 +123,6 @@ class MembersMixin(VisionTransformer):
             features = list(zip(features, result["image_intermediates_prefix"], strict=True))
         return (result["image_features"], features) if "image_features" in result else features
 
-    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
-        """Prune blocks as timm does; if the members never part, there is one member."""
-        kept = super().prune_intermediate_layers(*args, **kwargs)
-        if len(self.blocks) <= self.parting_block:
-            self.ensemble_size = 1
-        return kept
-
     def _members(self, x: Tensor) -> Tensor:
         """Give the members a dimension of their own: (B M, ...) -> (B, M, ...)."""
         return x.unflatten(0, (x.shape[0] // self.ensemble_size, self.ensemble_size))
@@ -153,7 +150,7 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
         """Turn into timm's ViT: no image is repeated any more."""
         for handle in self._tiling:
             handle.remove()
-        del self._tiling, self.ensemble_size, self.parting_block
+        del self.blocks[self.parting_block].copies, self._tiling, self.parting_block
         super().restore_stock_class()
 
 
