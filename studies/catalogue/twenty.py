@@ -15,7 +15,7 @@ The pilot chooses the form of EWA with diverse experts, by two other seeds on th
 classes.
 """
 
-from timm_moe.analysis.paired import UNCLEAR, WORSE
+from timm_moe.analysis.paired import BETTER, UNCLEAR, WORSE
 
 from ..deploy import Export, ExportOfCandidate, LatestAverage
 from ..measure import Evaluation
@@ -37,6 +37,7 @@ OPTIONS = (
 ALL_EPOCHS = ("--checkpoint-hist", "120")
 DENSE, EWA = "dense", "EWA, linear"
 AVERAGES = ("dense, weight EMA", "dense, LAWA of the last 12 epochs")
+SWA = "dense, SWA of the last 30 epochs"
 
 #: Seeds of the arms that fewer seeds answer.
 TEN = 10
@@ -54,7 +55,7 @@ def arms() -> tuple[Arm, ...]:
             "dense, 160 epochs",
             Training("dense-160", "dense", options=("--epochs", "160"), seeds=TEN),
         ),
-        Arm("dense, SWA of the last 30 epochs", swa, LatestAverage(30)),
+        Arm(SWA, swa, LatestAverage(30)),
     )
 
 
@@ -98,6 +99,17 @@ FINDINGS = (
         (
             *compare(AVERAGES, UNCLEAR, (DENSE,)),
             *compare((EWA,), UNCLEAR, AVERAGES),
+        ),
+    ),
+    Finding(
+        "SWA of dense training, over ten seeds, has an NLL that is 0.0112 better. Its top-1 is "
+        "0.17 points better (0.02 to 0.32), which is not clear after the correction. EWA's NLL is "
+        "0.0240 worse than SWA's and its ECE 0.0054.",
+        (
+            *compare((SWA,), BETTER, (DENSE,), "nll"),
+            *compare((SWA,), UNCLEAR, (DENSE,)),
+            *compare((EWA,), WORSE, (SWA,), "nll"),
+            *compare((EWA,), WORSE, (SWA,), "ece"),
         ),
     ),
 )
