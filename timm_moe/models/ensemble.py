@@ -150,7 +150,9 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
         """Turn into timm's ViT: no image is repeated any more."""
         for handle in self._tiling:
             handle.remove()
-        del self.blocks[self.parting_block].copies, self._tiling, self.parting_block
+        for block in self.blocks:  # The one at which the members part may be gone.
+            vars(block).pop("copies", None)
+        del self._tiling, self.parting_block
         super().restore_stock_class()
 
 
