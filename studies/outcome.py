@@ -90,26 +90,31 @@ class Outcome:
         """The p-values of all secondary comparisons, corrected by Holm's method.
 
         They are by the pair of arms and the figure's key, and empty if the study has no primary
-        comparison. A comparison that was stated and is not measured yet counts too, so that a
-        verdict does not change when it comes.
+        comparison. A comparison that was stated counts as 1 until all its seeds are measured.
+        Verdicts on the others thus do not change with the number of those seeds.
         """
         if self.study.primary is None:
             return {}
         baselines = [(arm.name, self.size.baseline_of(arm.name)) for arm in self.size.arms]
         pairs = [pair for pair in (*baselines, *self.further_pairs()) if pair[0] != pair[1]]
         figures = [figure for figure in self.study.measure.figures if figure.sign]
-        found = {
-            (frozenset(pair), figure.key): self.difference(*pair, figure)
+        p_values = {
+            (frozenset(pair), figure.key): self._p_when_complete(*pair, figure)
             for pair in pairs
             for figure in figures
         }
-        found.pop((frozenset(self.study.primary), figures[0].key), None)
-        return holm(
-            {
-                key: 1.0 if difference is None or math.isnan(difference.p) else difference.p
-                for key, difference in found.items()
-            }
+        p_values.pop((frozenset(self.study.primary), figures[0].key), None)
+        return holm(p_values)
+
+    def _p_when_complete(self, first: str, second: str, figure: Figure) -> float:
+        """Return the p-value of a comparison; 1 while seeds of it are missing."""
+        found = self.difference(first, second, figure)
+        stated = min(
+            len(self.size.seeds_of(self.size.arm(name).training)) for name in (first, second)
         )
+        if found is None or found.pairs < stated or math.isnan(found.p):
+            return 1.0
+        return found.p
 
     def corrected(self, first: str, second: str, figure: Figure) -> float | None:
         """Return the corrected p-value of a secondary comparison; None for others."""

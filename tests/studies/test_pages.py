@@ -282,19 +282,24 @@ def test_only_secondary_comparisons_are_corrected():
     assert ", Holm's p = " in page.detailed(stated)
 
 
-def test_a_stated_comparison_that_is_not_measured_counts_in_holms_correction():
-    arms = (Arm("dense", DENSE), Arm("EWA", EWA), Arm("other", replace(EWA, name="other")))
-    third = Arm("third", replace(EWA, name="third"))
-    by_arm = {"dense": [40.0, 41.0], "EWA": [41.0, 41.9], "other": [40.3, 41.8]}
-    results = figures(**{name: [*values, 40.5, 40.2] for name, values in by_arm.items()})
-    few, many = (
-        Outcome(small_study(*stated, primary=("EWA", "dense")), "small", results)
-        for stated in (arms, (*arms, third))
-    )
-    top1 = few.study.measure.figure("")
-    assert many.corrected("other", "dense", top1) == pytest.approx(
-        min(1.0, 2 * few.corrected("other", "dense", top1))
-    )
+@pytest.mark.parametrize("measured", [0, 3, 4])
+def test_a_comparison_counts_as_1_in_holms_correction_until_all_its_seeds_are_there(measured):
+    arms = [Arm("dense", DENSE)]
+    arms += [Arm(name, replace(EWA, name=name)) for name in ("EWA", "other", "third")]
+    tiny = small_study(*arms, primary=("EWA", "dense"))
+    study = replace(tiny, sizes={"small": replace(tiny.sizes["small"], seeds=range(4))})
+    by_arm = {
+        "dense": [40.0, 41.0, 40.5, 40.2],
+        "EWA": [41.0, 41.9, 41.6, 41.0],
+        "other": [40.3, 41.8, 40.9, 40.5],
+        "third": [45.0, 46.1, 45.5, 45.2][:measured],
+    }
+    outcome = Outcome(study, "small", figures(**by_arm))
+    p = ttest_rel(by_arm["other"], by_arm["dense"]).pvalue
+    top1 = study.measure.figure("")
+    # The third comparison's own p is the smaller one.
+    assert outcome.corrected("other", "dense", top1) == pytest.approx(p if measured == 4 else 2 * p)
+    assert (outcome.corrected("third", "dense", top1) < 0.001) == (measured == 4)
 
 
 def test_no_difference_is_shown_before_all_pairs_of_the_primary_comparison(tmp_path):
