@@ -133,9 +133,14 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
     if "input_size" in entries and model_input_size(model)[1:] != wanted_size:
         built = "x".join(map(str, size))
         wanted = "x".join(map(str, wanted_size))
+        remedy = (
+            "--model-kwargs dynamic_img_size=True builds one that takes any size."
+            if hasattr(model, "dynamic_img_size")
+            else f"--model-kwargs img_size={wanted_size[0]} builds another one, if its weights "
+            "suit any size."
+        )
         raise ValueError(
-            f"The model is built for images of {built} pixels and takes none of {wanted}: another "
-            f"one is built by --model-kwargs img_size={wanted_size[0]}."
+            f"The model is built for images of {built} pixels and takes none of {wanted}. {remedy}"
         )
     return entries
 

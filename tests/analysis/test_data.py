@@ -18,6 +18,7 @@ from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform
 from timm.models import save_for_hf
 
+import timm_moe
 from timm_moe.analysis.data import Inference, class_names, image_folder, load_classifiers
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.images import UnreadableImage
@@ -480,13 +481,22 @@ class TestModes:
         self, folder, model, tmp_path, caplog
     ):
         """Such as torchvision's image_folder, which has 10 before 2."""
+        names = class_names(image_folder(folder))
         for dataset, is_told in (("torch/image_folder", True), ("a/folder", False)):
             caplog.clear()
             checkpoint = save(model, tmp_path / "a.pth.tar", dataset=dataset)
-            load_classifiers([checkpoint], image_folder(folder), inference=HERE)
-            told = f"trained on {dataset!r}, which numbers the classes itself: without a class map"
-            assert (told in caplog.text) == is_told
-            assert ("labels may not mean the same" in caplog.text) == is_told
+            timm_moe.export_dense(checkpoint, tmp_path / "named", label_names=names, overwrite=True)
+            assert ("names must be in that order" in caplog.text) == is_told
+            timm_moe.export_dense(checkpoint, tmp_path / "exported", overwrite=True)
+            told = "trained with timm's reader 'torch', which numbers the classes itself: without"
+            for source in (checkpoint, tmp_path / "exported"):
+                caplog.clear()
+                load_classifiers([source], image_folder(folder), inference=HERE)
+                assert (told in caplog.text) == is_told
+                assert ("labels may not mean the same" in caplog.text) == is_told
+            caplog.clear()
+            load_classifiers([tmp_path / "named"], image_folder(folder), inference=HERE)
+            assert "labels may not mean the same" not in caplog.text
 
 
 #: Names in Latin and Greek letters, in UTF-8, and one in Latin-1.

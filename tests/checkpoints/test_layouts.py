@@ -82,6 +82,14 @@ EMA = {
 }
 
 
+def test_averaged_weights_alone_are_found(tmp_path):
+    """The count of torch's AveragedModel is no weight."""
+    ema = vit()
+    torch.save(AveragedModel(ema).state_dict(), tmp_path / "a.pth")
+    loaded = load(tmp_path / "a.pth", False)
+    assert loaded.keys() == ema.state_dict().keys()
+
+
 @pytest.mark.parametrize("layout", EMA)
 @pytest.mark.first_case
 def test_ema_weights_are_found(layout, tmp_path):

@@ -136,6 +136,20 @@ def test_options_and_features():
         timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", share_rate=2, **TINY_SWIN)
 
 
+def test_a_list_of_features_watches_what_it_loads():
+    """timm's FeatureListNet holds the stages of a Swin without the model that they are of."""
+    name = "swin_tiny_patch4_window7_224_ewa_moe"
+    options = dict(features_only=True, router="top_k", **TINY_SWIN)
+    one, two = (timm.create_model(name, moe_layers=where, **options) for where in ("1", "1,3"))
+    with pytest.raises(RuntimeError, match="use its moe_layers"):
+        two.load_state_dict(one.state_dict(), strict=False)
+    images = torch.rand(2, 3, 64, 64)
+    one.train()(images)
+    one(images)
+    router = next(iter(timm_moe.moe_layers(one).values())).router
+    assert len(router.waiting()) == 1  # The first forward's loss was dropped.
+
+
 @pytest.mark.ci
 def test_a_model_is_pickled_and_saved_as_it_is(tmp_path):
     model = timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", **TINY_SWIN).eval()

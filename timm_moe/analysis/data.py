@@ -16,7 +16,7 @@ import torch
 from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
-from ..checkpoints.source import ModelSpec, load_source
+from ..checkpoints.source import ModelSpec, load_source, own_numbering
 from ..convert.wrappers import unwrapped
 from ..model_config import get_pretrained_cfg, preprocessing
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
@@ -40,8 +40,6 @@ Source = nn.Module | str | Path
 
 #: Seconds between two lines on the progress.
 PROGRESS_INTERVAL = 10.0
-#: Beginnings of timm's --dataset for readers that number the classes themselves.
-OTHER_READERS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 
 
 @dataclass(frozen=True)
@@ -137,15 +135,11 @@ def load_classifiers(
         if not models and not is_stated and known != by_folder and set(known) == set(by_folder):
             _logger.info("%s: classes are numbered as in %s.", images.reader.root, name)
             images, order = renumbered(images, known), name
-        if "class_map" in args and not is_stated:
+        numbering = own_numbering(model)
+        if numbering and not is_stated:
             _logger.warning(
-                f"{name} was trained with the class map {args['class_map']!r}: without it "
-                "(--class-map) the labels may not mean the same."
-            )
-        elif args.get("dataset", "").lower().startswith(OTHER_READERS) and not is_stated:
-            _logger.warning(
-                f"{name} was trained on {args['dataset']!r}, which numbers the classes itself: "
-                "without a class map (--class-map) the labels may not mean the same."
+                f"{name} was trained {numbering}: without a class map (--class-map) the labels may "
+                "not mean the same."
             )
         _compare_classes(known, name, images, order)
         models.append(model)

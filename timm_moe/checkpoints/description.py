@@ -17,10 +17,11 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from safetensors import safe_open
 from timm.models import PretrainedCfg, model_entrypoint
+from timm.models.naflexvit import NaFlexVitCfg
 from torch import nn
 
 from ..convert.registry import moe_options
@@ -34,8 +35,9 @@ SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
 #: Entry of config.json that holds the history of weights, with their digest: transformers keeps it
 #: beside others.
 ENTRY = "timm_moe"
-#: Options that entrypoints handle themselves.
-_ENTRYPOINT_OPTIONS = ("official_compat", "bn_eps")
+#: Options that entrypoints handle themselves. ``use_naflex`` builds timm's NaFlexVit of a ViT or an
+#: EVA, with the options of :class:`NaFlexVitCfg`.
+_ENTRYPOINT_OPTIONS = ("official_compat", "bn_eps", "use_naflex")
 #: Arguments of constructors that do not describe an architecture: they lead to files, functions,
 #: classes and devices.
 _NO_ARCHITECTURE = re.compile(
@@ -47,6 +49,7 @@ _NO_ARCHITECTURE = re.compile(
 _SOURCES = re.compile(
     "url|file|state_dict|hf_hub_id|hf_hub_filename|source|architecture|custom_load|label_offset"
 )
+_OF_NAFLEX = [option.name for option in fields(NaFlexVitCfg)]
 _ENTRIES = [entry.name for entry in fields(PretrainedCfg) if not _SOURCES.fullmatch(entry.name)]
 
 
@@ -197,9 +200,10 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
     for name, value in stated.items():
         if name not in allowed:
             raise ValueError(
-                f"{origin} states the argument {shown_name(name)} for {architecture}, which is "
-                "none of its architecture: if another model was named than the file's, leave "
-                f"--model out; else --model-kwargs {shown_name(name)}=None leaves it out."
+                f"{origin} states {shown_name(name)}={shown(value)} for {architecture}, which is "
+                "no known argument of its architecture: if another model was named than the "
+                "file's, leave --model out; if the argument is right, state it yourself, by "
+                f"--model-kwargs {shown_name(name)}=VALUE."
             )
         if not _is_plain(value):
             raise ValueError(
@@ -224,7 +228,7 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
     the module of its entrypoint. The class that is built refuses those that it does not take.
     """
     names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(
-        moe_options(), _ENTRYPOINT_OPTIONS
+        moe_options(), _ENTRYPOINT_OPTIONS, _OF_NAFLEX
     )
     return frozenset(name for name in names if not _NO_ARCHITECTURE.fullmatch(name))
 
@@ -240,4 +244,9 @@ def _arguments_of_classes(entrypoint_module: str) -> frozenset[str]:
         is_model = "num_classes" in arguments
         if is_model or is_dataclass(known):  # a dataclass holds the options of a model
             names |= arguments
+        if is_dataclass(known):  # MaxxVit takes conv_NAME for the NAME of its conv_cfg
+            for part, kind in get_type_hints(known).items():
+                if is_dataclass(kind):
+                    prefix = part.removesuffix("cfg")
+                    names |= {f"{prefix}{option.name}" for option in fields(kind)}
     return frozenset(names)

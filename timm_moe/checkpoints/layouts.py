@@ -38,6 +38,10 @@ def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict
     elif weights is checkpoint and holds_ema(checkpoint):
         raise ValueError(f"{path} holds EMA weights alone: --use-ema (use_ema=True) takes them.")
     weights = require_tensors(weights, path)
+    # torch's AveragedModel holds its count of updates beside the model, which is its module.
+    own = {name: tensor for name, tensor in weights.items() if name != "n_averaged"}
+    if all(name.startswith("module.") for name in own):
+        weights = own
     # clean_state_dict takes off the names of wrappers around the whole model alone.
     named = {
         name.replace("_orig_mod.", ""): tensor for name, tensor in clean_state_dict(weights).items()
@@ -183,9 +187,7 @@ def _ema_of_other_trainers(checkpoint: Mapping[str, Any], plain: Any, path: Path
         )
 
     (weights,) = found.values()
-    # torch's AveragedModel also holds its count of updates, outside of ``module.``.
-    held = [name for name in weights if name.startswith("module.")]
-    return {name: weights[name] for name in held or weights}
+    return weights
 
 
 def _dicts_in(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

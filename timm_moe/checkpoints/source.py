@@ -8,10 +8,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import timm
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
@@ -25,8 +26,10 @@ from ..model_config import (
     check_preprocessing,
     get_pretrained_cfg,
     is_of_timm,
+    model_input_size,
     preprocessing,
     set_pretrained_cfg,
+    shown_name,
     state_preprocessing,
     timm_model_in,
 )
@@ -54,6 +57,8 @@ _logger = logging.getLogger(__name__)
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 _WEIGHTS_END = (".safetensors", ".pth", ".bin")
 _DEFAULT = "timm's default"
+#: Readers of timm's --dataset that number the classes themselves.
+_OTHER_READERS = ("torch", "hfds", "hfids", "tfds", "wds")
 #: Preprocessing that is asked of the user where the file does not state it.
 _GUESSED = ("mean", "std", "crop_pct", "interpolation")
 
@@ -110,7 +115,10 @@ class Origin:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a file, whose model has a config of timm's other weights or none."""
+        """Whether the weights are from a file.
+
+        The model's config is then that of other weights of timm, or missing.
+        """
         return self.folder is None and not self.place.startswith("hf-hub:")
 
 
@@ -227,9 +235,13 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
             train_args = args_of_import(path)
     name = _name_of(spec, train_args, path)
     candidates = _candidates(name, train_args, spec, path)
-    blueprint, weights, missing = _first_fitting(name, candidates, weights, path)
+    first, *others = _fitting(name, candidates, weights, path)
     # A dense checkpoint has no routers: they stay as drawn, with a warning.
-    model = _loaded(blueprint, weights, path, is_whole=not missing)
+    model = _loaded(first.blueprint, first.weights, path, is_whole=not first.missing)
+    for other in others:
+        of_own_size = _loaded(other.blueprint, other.weights, path)
+        _require_equal(model, of_own_size, first.blueprint.args["img_size"], name, path)
+    weights = first.weights
     _tell_of_guesses(model, name, train_args, spec, weights, path)
     _state_images(model, name, train_args, spec, path, is_of_train_py)
     _drop_class_names(model)
@@ -352,21 +364,33 @@ def _candidates(
     return {f"with img_size={image}": of_image_size, "with its own image size": of_own_size}
 
 
-def _first_fitting(
+@dataclass(frozen=True)
+class _Fit:
+    """A model that weights fit: see :func:`_fitted`."""
+
+    blueprint: Blueprint
+    weights: dict[str, Tensor]
+    missing: set[str]
+
+
+def _fitting(
     name: str, candidates: dict[str, Blueprint], weights: dict[str, Tensor], path: Path
-) -> tuple[Blueprint, dict[str, Tensor], set[str]]:
-    """Find the first of the candidates that fits weights; see :func:`_fitted`.
+) -> list[_Fit]:
+    """Find the candidates that fit weights.
 
     Raises:
         ValueError: if none does; it tells of each what was tried.
     """
     problems: dict[str, str] = {}
+    found = []
     for described, blueprint in candidates.items():
         try:
-            return blueprint, *_fitted(name, blueprint, weights, path)
+            found.append(_Fit(blueprint, *_fitted(name, blueprint, weights, path)))
         except ValueError as error:
             problems[described] = str(error)
             last = error
+    if found:
+        return found
 
     if len(set(problems.values())) == 1:
         told = next(iter(problems.values()))
@@ -375,6 +399,39 @@ def _first_fitting(
             f"{described}: {shortened(problem, 200)}" for described, problem in problems.items()
         )
     raise ValueError(f"The weights in {path} do not fit {name}: {told}") from last
+
+
+def _require_equal(
+    model: nn.Module, of_own_size: nn.Module, size: Any, name: str, path: Path
+) -> None:
+    """Refuse to choose between two models of one file that give different outputs.
+
+    Some weights fit a model of any image size, which changes the windows of a MaxViT, for example.
+
+    Args:
+        model: built for the size of the training's images.
+        of_own_size: built for its own size.
+        size: of the training's images, (height, width) or an int.
+        name: of the models.
+        path: of the file.
+
+    Raises:
+        ValueError: if both compute, and differ.
+    """
+    height, width = (size, size) if isinstance(size, int) else size
+    channels, own = model_input_size(model)[0], get_pretrained_cfg(of_own_size)["input_size"][1]
+    image = torch.rand(1, channels, height, width, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model.eval()(image)
+        try:
+            found = of_own_size.eval()(image)
+        except (AssertionError, RuntimeError, ValueError):  # It takes no images of this size.
+            return
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
+        raise ValueError(
+            f"{path} fits {name} of two image sizes, which give different outputs: state the one "
+            f"that was trained, by --model-kwargs img_size={height} or img_size={own}."
+        )
 
 
 @contextmanager
@@ -417,6 +474,22 @@ def _stated_name(train_args: dict[str, Any], path: Path) -> str:
     return name
 
 
+def own_numbering(model: nn.Module) -> str | None:
+    """Tell what numbered a model's classes in its training; None for timm's order of the folders.
+
+    It completes the sentence "The model was trained", and holds no path.
+    """
+    args: dict[str, str] = getattr(model, "args_of_images", {})
+    if "numbering" in args:
+        return args["numbering"]
+    if "class_map" in args:
+        return f"with the class map {PurePath(args['class_map']).name!r}"
+    reader = args.get("dataset", "").lower().partition("/")[0]
+    if reader in _OTHER_READERS:
+        return f"with timm's reader {reader!r}, which numbers the classes itself"
+    return None
+
+
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
     """Keep on the model what its trainer was told of images and timm's config has no place for."""
     names = ("input_img_mode", "class_map", "task", "dataset")
@@ -447,8 +520,12 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         path = _weights_file(name)
         held = weights_in(read_checkpoint(path), path, use_ema=False)
         weights, _ = _fitted(name, blueprint, held, path, is_strict=True)
-        if len(held) > len(weights):
-            raise ValueError("the weights hold more than the model's.")
+        taken = {id(tensor) for tensor in weights.values()}
+        if others := [key for key, tensor in held.items() if id(tensor) not in taken]:
+            raise ValueError(
+                f"the file holds {shown_name(others[0])} too, which is no weight of the model: "
+                "write model.state_dict() alone."
+            )
         model = _loaded(blueprint, weights, path)
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
@@ -458,6 +535,9 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)
     }
     _prepare(model, spec, origins, name, blueprint.architecture)
+    recorded = blueprint.recorded if isinstance(blueprint.recorded, dict) else {}
+    if isinstance(recorded.get("numbering"), str) and not described.get("label_names"):
+        model.args_of_images = {"numbering": shown_name(recorded["numbering"])}  # type: ignore[assignment]
     place = name.removeprefix("local-dir:")
     model.origin = Origin(place, folder_of(name), recorded=blueprint.recorded)  # type: ignore[assignment]
     return model
@@ -485,6 +565,8 @@ def _weights_file(name: str) -> Path:
     folder = _file(name)
     named = [folder / file for file in _WEIGHTS if (folder / file).exists()]
     others = sorted(file for file in folder.iterdir() if file.suffix in _WEIGHTS_END)
+    if not named and any(folder.glob("*.index.json")):
+        raise ValueError("its weights are in several files: save them again as one file.")
     if not named and len(others) != 1:
         raise ValueError(f"it has no {_WEIGHTS[0]}.")
     return (named or others)[0]

@@ -24,7 +24,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from ..checkpoints.description import ENTRY
-from ..checkpoints.source import first_problem
+from ..checkpoints.source import first_problem, own_numbering
 from ..model_config import (
     get_pretrained_cfg,
     is_of_timm,
@@ -241,11 +241,8 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     They are the user's, or else the model's own.
     """
     if settings.label_names is not None:
-        if class_map := getattr(model, "args_of_images", {}).get("class_map"):
-            _logger.warning(
-                f"The model was trained with the class map {class_map!r}: names must be in its "
-                "order."
-            )
+        if numbering := own_numbering(model):
+            _logger.warning(f"The model was trained {numbering}: names must be in that order.")
         return _checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
     if settings.label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")
@@ -362,7 +359,10 @@ def _remedy(folder: Path) -> str:
                 f"{classifier} has {rows} outputs, but model.num_classes is {classes}: call "
                 f"model.reset_classifier({rows}), or set model.num_classes = {rows}"
             )
-    return "state missing arguments in model_args"
+    return (
+        "state missing arguments in model_args; modules that were fused, split or pruned since the "
+        "model's creation have none, so export before that"
+    )
 
 
 def equal_with_nan(a: Tensor, b: Tensor) -> bool:

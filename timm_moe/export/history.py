@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from torch import nn
 
 from ..checkpoints.description import ENTRY, SOURCE_PREFIXES
-from ..checkpoints.source import Origin
+from ..checkpoints.source import Origin, own_numbering
 from ..console import describe
 from ..convert.expert_layers import moe_layers, numbers_of_experts, parameters
 from ..layers import EwaMlp, SharedExpertMlp
@@ -129,6 +129,7 @@ class History:
     start: str | None = None
     dataset: str | None = None  # name of the data set for train.py, unless it is a folder of images
     dataset_on_hub: bool = False  # whether that is a name on the Hub
+    numbering: str | None = None  # what numbered the classes, unless it is the order of the folders
     experts: Experts | None = None  # that the dense model was made of
     method: str | None = None  # by which it was made
 
@@ -159,6 +160,8 @@ def history_of(model: nn.Module, method: str | None = None) -> History:
     history = _history_of(
         getattr(model, "origin", None), get_pretrained_cfg(model).get("hf_hub_id")
     )
+    if history.file is not None:
+        history = replace(history, numbering=own_numbering(model))
     experts = None if method is None else Experts.of(model)
     return history if experts is None else replace(history, experts=experts, method=method)
 
@@ -326,7 +329,8 @@ def _named_dataset(args: dict[str, Any]) -> tuple[str, str | None]:
     """Return the reader and the name of a data set; the name is None if it may be a path."""
     reader, _, name = " ".join(str(args.get("dataset") or "").split()).partition("/")
     is_named = reader in (*_HUB_READERS, "tfds", "torch") and HUB_NAME.fullmatch(name)
-    return reader, name if is_named else None
+    of_folders = reader == "torch" and name in ("image_folder", "folder")
+    return reader, name if is_named and not of_folders else None
 
 
 def _summary(folder: Path, measured: Any, epoch: int | None, metric: Any) -> dict[str, int | float]:
