@@ -195,8 +195,8 @@ def test_what_is_counted_has_the_form_of_a_gpu():
     """There each expert has equally many slots, and one product serves all."""
     partition, x = EwaMlp(host.mlp(), 4).router, torch.randn(16, host.WIDTH)
     with host.form_of_a_gpu():
-        assert partition(x).capacity == 4
-    assert partition(x).capacity is None
+        assert partition(x).slots_per_expert == 4
+    assert partition(x).slots_per_expert is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,12 +22,12 @@ TYPES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @contextlib.contextmanager
 def capacities(model):
-    """Collect the capacity of each routing."""
+    """Collect the slots of an expert in each routing."""
     found, layers = [], timm_moe.moe_layers(model).values()
     handles = [
         # Soft MoE's router returns no Routing.
         router.register_forward_hook(
-            lambda router, args, routing: found.append(getattr(routing, "capacity", 0))
+            lambda router, args, routing: found.append(getattr(routing, "slots_per_expert", 0))
         )
         for router in {layer.router for layer in layers}
     ]
@@ -74,7 +74,7 @@ def test_a_training_step_waits_once_for_each_layer_without_a_capacity(device, na
     with capacities(model) as found:
         backward()
         step()
-    assert [capacity is None for capacity in found] == len(found) * [name in DROPLESS]
+    assert [slots is None for slots in found] == len(found) * [name in DROPLESS]
     with autocast():
         expected = 0 if multiplies_by_offsets(images.new_empty(8, 32), 32) else found.count(None)
     with waits(device, expected):

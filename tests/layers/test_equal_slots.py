@@ -98,11 +98,11 @@ def test_a_partition_is_the_same_and_its_unused_slots_get_no_gradient(rows):
         torch.manual_seed(0)
         routing = layer.router(x)
         assert torch.equal(routing.experts(), expected.experts())
-        assert routing.capacity == -(-rows // 4)
+        assert routing.slots_per_expert == -(-rows // 4)
         x_ND = dispatch_module.dispatch(x.requires_grad_(), routing)
         x_ND.retain_grad()
         dispatch_module.combine(
-            layer.run(x_ND, routing.offsets, routing.capacity), routing
+            layer.run(x_ND, routing.offsets, routing.slots_per_expert), routing
         ).sum().backward()
     is_used_N = torch.zeros(len(x_ND), dtype=torch.bool)
     is_used_N[torch.arange(rows) if routing.slots is None else routing.slots.flatten()] = True

@@ -33,26 +33,29 @@ class Routing(NamedTuple):
     Attributes:
         token_indices: (N,) row of the input in each slot of the experts' input, in the order of the
             experts. An unused slot holds any row.
-        offsets: (E,) end of each expert's slots; None with a capacity. Slots past the last end are
-            padding, whose outputs are zero.
+        offsets: (E,) end of each expert's slots; None with ``slots_per_expert``. Slots past the
+            last end are padding, whose outputs are zero.
         slots: (T, K) slot of each choice of a row. With ``starts`` it is (N,), all slots row by
             row. It is None if each row has one slot and each slot one row.
         gates: (T, K) factor of each choice's output. With ``starts`` it is (N,), a factor for each
             slot. It is None if all are one.
-        capacity: number of slots of each expert, used or not, if all have equally many; else None.
+        slots_per_expert: number of slots of each expert, used or not, if all have equally many;
+            else None.
         is_dropped: (T, K) whether a choice is beyond the capacity of its expert; None if nothing
             can be dropped.
         starts: (T,) place in ``slots`` where the slots of each row begin, if rows have different
             numbers of experts; else None.
+        chosen: (T, K) expert of each choice before capacities drop some; None if the slots tell it.
     """
 
     token_indices: Tensor
     offsets: Tensor | None = None
     slots: Tensor | None = None
     gates: Tensor | None = None
-    capacity: int | None = None
+    slots_per_expert: int | None = None
     is_dropped: Tensor | None = None
     starts: Tensor | None = None
+    chosen: Tensor | None = None
 
     def experts(self) -> Tensor:
         """Return the expert of each choice, (T, K), and E for a dropped choice.
@@ -68,7 +71,7 @@ class Routing(NamedTuple):
             return (
                 torch.empty_like(expert_N).index_copy_(0, self.token_indices, expert_N).unsqueeze(1)
             )
-        expert_TK = self._expert_of(self.slots)
+        expert_TK = self._expert_of(self.slots) if self.chosen is None else self.chosen
         return (
             expert_TK
             if self.is_dropped is None
@@ -106,12 +109,12 @@ class Routing(NamedTuple):
         """Return E."""
         if self.offsets is not None:
             return self.offsets.shape[0]
-        return self.token_indices.shape[0] // self.capacity if self.capacity else 0
+        return self.token_indices.shape[0] // (self.slots_per_expert or 1)
 
     def _expert_of(self, slot: Tensor) -> Tensor:
         """Return the expert that each slot belongs to."""
         if self.offsets is None:
-            return slot // max(self.capacity or 0, 1)
+            return slot // (self.slots_per_expert or 1)
         return (slot.unsqueeze(-1) >= self.offsets).sum(-1)
 
     def for_all_rows(self, rows: int) -> "Routing":
@@ -140,8 +143,11 @@ class Routing(NamedTuple):
             offsets=None if self.offsets is None else self.offsets * rows,
             slots=slots,
             gates=spread(self.gates),
-            capacity=None if self.capacity is None else self.capacity * rows,
+            slots_per_expert=(
+                None if self.slots_per_expert is None else self.slots_per_expert * rows
+            ),
             is_dropped=spread(self.is_dropped),
+            chosen=spread(self.chosen),
         )
 
 
@@ -207,7 +213,8 @@ def expert_capacity(
     elif capacity < 1:
         raise ValueError(
             f"capacity_factor={capacity_factor} leaves no place: {choices} choices over "
-            f"{num_experts} experts give a capacity of {capacity}, below 1."
+            f"{num_experts} experts give a capacity of {capacity}, below 1. It must be at least "
+            f"{num_experts}/{choices}."
         )
     capacity = ROUNDINGS["ceil"](capacity, multiple_of) * multiple_of
     if most is None:
@@ -235,18 +242,20 @@ def has_equal_slots(device: torch.device, mode: Mode) -> bool:
     return device.type != "cpu" and mode in (Mode.EAGER, Mode.COMPILED)
 
 
-def equal_runs(num_experts: int, capacity: int, device: torch.device, mode: Mode) -> dict[str, Any]:
+def equal_runs(
+    num_experts: int, slots_per_expert: int, device: torch.device, mode: Mode
+) -> dict[str, Any]:
     """Return fields of a :class:`Routing` whose experts have equally many slots, all used.
 
     Args:
         num_experts: E.
-        capacity: number of slots of an expert.
+        slots_per_expert: number of slots of an expert.
         device: device of the routing.
         mode: mode of the call.
     """
     if has_equal_slots(device, mode):
-        return {"capacity": capacity}
-    return {"offsets": torch.arange(1, num_experts + 1, device=device) * capacity}
+        return {"slots_per_expert": slots_per_expert}
+    return {"offsets": torch.arange(1, num_experts + 1, device=device) * slots_per_expert}
 
 
 def partition(row_T: Tensor, num_experts: int, mode: Mode) -> Routing:
@@ -265,15 +274,15 @@ def partition(row_T: Tensor, num_experts: int, mode: Mode) -> Routing:
         number_E = torch.arange(1, num_experts + 1, device=row_T.device)
         return Routing(row_T, number_E * quotient + number_E.clamp(max=remainder))
     if not remainder:
-        return Routing(row_T, capacity=quotient)
+        return Routing(row_T, slots_per_expert=quotient)
     # The later parts leave their last slot empty.
-    capacity, later = quotient + 1, num_experts - remainder
-    place_N = torch.arange(num_experts * capacity, device=row_T.device)
-    first, rest = place_N[: remainder * capacity], place_N[remainder * capacity :]
-    slot_T = torch.cat([first, rest.view(later, capacity)[:, :quotient].flatten()])
+    each, later = quotient + 1, num_experts - remainder
+    place_N = torch.arange(num_experts * each, device=row_T.device)
+    first, rest = place_N[: remainder * each], place_N[remainder * each :]
+    slot_T = torch.cat([first, rest.view(later, each)[:, :quotient].flatten()])
     token_indices = torch.zeros_like(place_N).index_copy_(0, slot_T, row_T)
     slot_of_row_T = torch.empty_like(row_T).index_copy_(0, row_T, slot_T)
-    return Routing(token_indices, slots=slot_of_row_T.unsqueeze(1), capacity=capacity)
+    return Routing(token_indices, slots=slot_of_row_T.unsqueeze(1), slots_per_expert=each)
 
 
 class Queues(NamedTuple):
@@ -347,9 +356,10 @@ def assign(
 ) -> Routing:
     """Give each choice a slot of its expert, if it is within the expert's capacity in its group.
 
-    On a GPU every expert gets equally many slots, so that shapes are known without a wait for the
-    device. Its first slot is spare, for what is dropped. Where the host may wait and over three
-    quarters of the slots would be unused, only used slots are made.
+    With a capacity, on a GPU, every expert gets equally many slots, so that shapes are known
+    without a wait for the device. Its first slot is spare, for what is dropped. Where the host may
+    wait and over three quarters of the slots would be unused, only used slots are made. Without a
+    capacity there are as many slots as choices, and ``offsets`` ends those of each expert.
 
     Args:
         expert_GSK: expert of each choice.
@@ -404,7 +414,13 @@ def assign(
 
     is_dropped_TK = None if is_dropped_GKS is None else of_rows(is_dropped_GKS)
     return Routing(
-        token_indices, offsets, of_rows(slot_GKS), gate_GSK.flatten(0, 1), of_expert, is_dropped_TK
+        token_indices,
+        offsets,
+        of_rows(slot_GKS),
+        gate_GSK.flatten(0, 1),
+        of_expert,
+        is_dropped_TK,
+        chosen=expert_GSK.flatten(0, 1),
     )
 
 
@@ -484,9 +500,10 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
         return _to_rows(y_ND, *_way(routing), None)
     if gates is not None and _sums_in_one_pass(y_ND, routing):
         return _weighted_sum(y_ND, gates, routing.token_indices, routing.slots)
-    # Without a capacity, dropped choices have a slot past the last offset, whose output is zero.
+    # Where experts have different numbers of slots, all dropped choices share one past the last
+    # offset, whose output is zero.
     is_dropped_M1 = None
-    if routing.capacity is not None and routing.is_dropped is not None:
+    if routing.slots_per_expert is not None and routing.is_dropped is not None:
         is_dropped_M1 = routing.is_dropped.t().reshape(-1, 1)
     y_KTD = _to_rows(y_ND, *_way(routing), is_dropped_M1).unflatten(0, routing.slots.shape[::-1])
     if gates is not None:
@@ -505,7 +522,7 @@ def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
     return (
         has_choices
         and rows.is_cpu
-        and routing.capacity is None
+        and routing.slots_per_expert is None
         and not torch.compiler.is_compiling()
     )
 

@@ -32,17 +32,21 @@ class Dispatcher:
         return self
 
     def run(
-        self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor | None, capacity: int | None
+        self,
+        experts: Callable[..., Tensor],
+        x_ND: Tensor,
+        end: Tensor | None,
+        slots_per_expert: int | None,
     ) -> Tensor:
         """Apply experts to runs of rows, as :meth:`Experts.run` does.
 
         Args:
             experts: the part of :meth:`Experts.run` for one process.
             x_ND: rows, sorted by expert.
-            end: (E,) end of each expert's run; None if all have ``capacity`` rows.
-            capacity: number of rows of each expert, or None.
+            end: (E,) end of each expert's run; None if all have ``slots_per_expert`` rows.
+            slots_per_expert: number of rows of each expert, or None.
         """
-        return experts(x_ND, end, capacity)
+        return experts(x_ND, end, slots_per_expert)
 
     def own(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this process's part (L, ...) of weights that are DTensors (E, ...).
@@ -85,14 +89,18 @@ class AllToAllDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def run(
-        self, experts: Callable[..., Tensor], x_ND: Tensor, end: Tensor | None, capacity: int | None
+        self,
+        experts: Callable[..., Tensor],
+        x_ND: Tensor,
+        end: Tensor | None,
+        slots_per_expert: int | None,
     ) -> Tensor:
         """Apply the experts of all processes to runs of rows; see :meth:`Dispatcher.run`."""
         group = self.mesh.get_group()
         processes = self.mesh.size()
         if end is None:
-            assert capacity is not None
-            sent_E = torch.full((self.num_experts,), capacity, device=x_ND.device)
+            assert slots_per_expert is not None
+            sent_E = torch.full((self.num_experts,), slots_per_expert, device=x_ND.device)
         else:
             sent_E = end.diff(prepend=end.new_zeros(1))
 

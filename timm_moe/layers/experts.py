@@ -362,7 +362,7 @@ class Experts(StackedParameters):
         self,
         x_ND: Tensor,
         end_E: Tensor | None,
-        capacity: int | None = None,
+        slots_per_expert: int | None = None,
         mode: Mode | None = None,
     ) -> Tensor:
         """Apply each expert to its run of rows.
@@ -371,8 +371,8 @@ class Experts(StackedParameters):
 
         Args:
             x_ND: rows in the order of the experts.
-            end_E: end of each expert's run; None if all have ``capacity`` rows.
-            capacity: number of rows of each expert, or None.
+            end_E: end of each expert's run; None if all have ``slots_per_expert`` rows.
+            slots_per_expert: number of rows of each expert, or None.
             mode: mode of the call; by default the present one.
 
         Returns:
@@ -380,14 +380,14 @@ class Experts(StackedParameters):
         """
         run = partial(self._run, mode=mode or current_mode())
         if self.dispatcher is not None:
-            return self.dispatcher.run(run, x_ND, end_E, capacity)
-        return run(x_ND, end_E, capacity)
+            return self.dispatcher.run(run, x_ND, end_E, slots_per_expert)
+        return run(x_ND, end_E, slots_per_expert)
 
     def _run(
-        self, x_ND: Tensor, end_E: Tensor | None, capacity: int | None = None, *, mode: Mode
+        self, x_ND: Tensor, end_E: Tensor | None, slots_per_expert: int | None = None, *, mode: Mode
     ) -> Tensor:
         """Do what :meth:`run` does with the experts of this process."""
-        if capacity is not None:
+        if slots_per_expert is not None:
             return self.run_batched(x_ND, mode).flatten(0, 1)
         assert end_E is not None
         if self._grouped is None:

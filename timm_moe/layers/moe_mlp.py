@@ -218,7 +218,9 @@ class MoeMlp(Experts):
         ):
             y_TD = self._weigh_all(x_TD, routing, mode)
         else:  # A dispatcher computes outside of compiled code.
-            y_ND = self.run(dispatch(x_TD, routing), routing.offsets, routing.capacity, mode)
+            y_ND = self.run(
+                dispatch(x_TD, routing), routing.offsets, routing.slots_per_expert, mode
+            )
             y_TD = combine(y_ND, routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 

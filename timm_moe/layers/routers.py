@@ -541,6 +541,7 @@ class PartitionedRouter(EnsembleRouter):
             slots=choices_of_row(routing.slots),
             gates=choices_of_row(routing.gates),
             is_dropped=choices_of_row(routing.is_dropped),
+            chosen=choices_of_row(routing.chosen),
         )
 
 
@@ -576,6 +577,7 @@ class MultiHeadRouter(TopKRouter):
             slots=slots,
             gates=choice_of_copy(routing.gates),
             is_dropped=choice_of_copy(routing.is_dropped),
+            chosen=choice_of_copy(routing.chosen),
         )
 
 

@@ -83,12 +83,9 @@ class RouterWatcher(ExitStack):
         self._calls: list[RouterCall] = []
         self._counts: list[Rows] = []
         self._labels = Rows()
-        self._draws: Any = None  # states of the generators before the call that runs
         for name, layer in layers.items():
-            before = layer.router.register_forward_pre_hook(self._remember_draws)
-            after = layer.router.register_forward_hook(partial(self._note, name, layer))
-            self.callback(before.remove)
-            self.callback(after.remove)
+            hook = layer.router.register_forward_hook(partial(self._note, name, layer))
+            self.callback(hook.remove)
 
     def end_batch(self, labels: Tensor) -> list[RouterCall]:
         """Count the choices of a batch, and return all of its calls.
@@ -155,28 +152,14 @@ class RouterWatcher(ExitStack):
         count.scatter_add_(-1, chosen, torch.ones_like(chosen))
         return count[..., :-1].to(torch.int32 if labels.ndim == 1 else torch.uint8)
 
-    def _remember_draws(self, router: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        of_gpu = [torch.cuda.get_rng_state(x.device) for x in inputs[:1] if x.is_cuda]
-        self._draws = torch.get_rng_state(), of_gpu
-
     def _note(
         self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor, ...], routing: Any
     ) -> None:
+        kept_TK = chosen_TK = torch.empty(0, 0, dtype=torch.long)
         if isinstance(routing, Routing):
-            kept_TK = routing.experts()
-        else:
-            kept_TK = torch.empty(0, 0, dtype=torch.long)
-        chosen_TK = kept_TK
-        if layer.router.depends_on_input and (kept_TK == layer.num_experts).any():
-            of_cpu, of_gpu = self._draws
-            devices = [inputs[0].device] if of_gpu else []
-            # Some routers draw noise: they draw the same again, and nothing of the forward's.
-            with torch.random.fork_rng(devices), layer.router.dropping_nothing():
-                torch.set_rng_state(of_cpu)
-                for device, state in zip(devices, of_gpu, strict=True):
-                    torch.cuda.set_rng_state(state, device)
-                # Calling forward runs no hooks, so this call is not noted.
-                chosen_TK = router.forward(inputs[0]).experts()
+            kept_TK = chosen_TK = routing.experts()
+            if routing.chosen is not None:
+                chosen_TK = routing.chosen
         self._noted.append(RouterCall(name, layer, inputs[0], routing, kept_TK, chosen_TK))
 
 
