@@ -1,6 +1,6 @@
 """Classes of timm's models by name.
 
-A class that the installed timm lacks so costs its own models alone.
+A class that the installed timm lacks is left out, so that only models of that class are missing.
 """
 
 import sys

@@ -20,7 +20,7 @@ from timm_moe.convert.blocks import select_blocks
 from timm_moe.layers.checks import check_choice, check_integer
 from timm_moe.layers.functional import kept_whole
 from timm_moe.models.ensemble import MembersMixin
-from timm_moe.models.registration import create_vit, register_variants, vmoe_variants
+from timm_moe.models.variants import create_vit, register_variants, vmoe_variants
 from timm_moe.models.vision_transformer import PreLogitsVisionTransformer
 
 __all__ = ["BatchEnsembleLinear", "BatchEnsembleVisionTransformer"]  # timm adds the entrypoints

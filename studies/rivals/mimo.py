@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from timm_moe.layers.checks import check_integer, check_number
 from timm_moe.models.ensemble import as_one_classifier
 from timm_moe.models.mixin import MoeMixin
-from timm_moe.models.registration import Variant, create_vit, register_variants, vmoe_variants
+from timm_moe.models.variants import Variant, create_vit, register_variants, vmoe_variants
 from timm_moe.models.vision_transformer import (
     VMOE,
     MoeVisionTransformer,

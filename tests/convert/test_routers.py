@@ -185,9 +185,13 @@ def test_what_does_not_go_together_leaves_the_model_as_it_was(
     assert not timm_moe.moe_layers(dense_vit)
 
 
-def test_names_and_options_are_not_taken_twice(registered):
-    with pytest.raises(ValueError, match="'modulo' already"):
-        timm_moe.register_router(SPEC)
+def test_names_and_options_of_the_package_are_not_taken(registered, dense_vit):
+    with pytest.raises(ValueError, match="'top_k' is a router of timm_moe"):
+        timm_moe.register_router(timm_moe.RouterSpec("top_k", Modulo))
+    # A cell of a notebook may run twice.
+    timm_moe.register_router(timm_moe.RouterSpec("modulo", Modulo, {"step": 2}))
+    model = timm_moe.convert_to_moe(dense_vit, router="modulo", moe_layers="1")
+    assert model.blocks[1].mlp.router.step == 2
     for name in ("num_experts", "model", "dim"):
         with pytest.raises(ValueError, match=f"{name} .*every router, .*'other'"):
             timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {name: 1}))

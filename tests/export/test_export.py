@@ -18,7 +18,7 @@ from timm.models import save_for_hf
 import timm_moe
 from timm_moe.checkpoints import source as source_module
 from timm_moe.export import export as export_module
-from timm_moe.export import outputs as outputs_module
+from timm_moe.export import verify as verify_module
 from timm_moe.export.export import export_moe
 from timm_moe.model_config import model_input_size, records_arguments
 
@@ -220,10 +220,10 @@ def test_no_generator_of_a_gpu_is_seeded(ewa_vit, tmp_path, monkeypatch):
 
 def test_small_outputs_are_compared_in_their_own_size(ewa_vit, tmp_path, monkeypatch):
     torch.nn.init.trunc_normal_(ewa_vit.head.weight, std=1e-4)
-    outputs = outputs_module.outputs
+    outputs = verify_module.outputs
     off = {True: 1.0, False: 1.0003}
     monkeypatch.setattr(
-        outputs_module,
+        verify_module,
         "outputs",
         lambda model, images: outputs(model, images) * off[bool(timm_moe.moe_layers(model))],
     )

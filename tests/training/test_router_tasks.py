@@ -50,7 +50,7 @@ def test_a_task_may_add_the_losses_of_each_forward_by_itself():
     model = routed_model()
     views = (images, images.flip(3))
     expected = [losses_by_hand(copy.deepcopy(model), view)[1] for view in views]
-    with router_losses.gathering(model):
+    with router_losses.collecting_losses(model):
         added = []
         for view in views:
             model(view)

@@ -169,7 +169,10 @@ def predictions(
                 logits = own_members(model, x)
             parts.append(logits.cpu().double().log_softmax(2))
             if parts[-1].isnan().any():
-                raise ValueError(f"{name} gives outputs that are NaN or Inf.")
+                raise ValueError(
+                    f"{name} gives outputs that are NaN or Inf: leave out --amp, or look for "
+                    "NaN in its weights."
+                )
         yield inputs, torch.cat(parts, 1), labels.cpu()
 
 

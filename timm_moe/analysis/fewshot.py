@@ -290,7 +290,10 @@ def _member_features(model: Any, name: str, x: Tensor, inference: Inference) -> 
         else:
             features = model.forward_head(model.forward_features(x), pre_logits=True).unsqueeze(1)
     if not features.isfinite().all():
-        raise ValueError(f"{name} gives features that are NaN or Inf.")
+        raise ValueError(
+            f"{name} gives features that are NaN or Inf: leave out --amp, or look for "
+            "NaN in its weights."
+        )
     return features
 
 

@@ -1,7 +1,4 @@
-"""Sizes of a model.
-
-They are all parameters, the parameters that a token passes through, and the cost of an image.
-"""
+"""Sizes and cost of a model: all parameters, those that a token passes through, operations."""
 
 import math
 from contextlib import ExitStack

@@ -1,6 +1,4 @@
-"""Description: what a file may state of its model.
-
-It is a registered architecture and plain values for its constructor.
+"""What a file may state of its model: a registered architecture, and plain values for it.
 
 A checkpoint or config.json may come from anyone, and timm's factory takes more than an architecture
 needs: where to fetch weights and where to keep them, further files to read, functions and classes.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..files import check_writable, written_whole
 from ..models.registered import weightless_model
-from ..models.registration import vmoe_variants
+from ..models.variants import vmoe_variants
 from .layouts import require_kinds
 from .vmoe_format import read_arrays
 

@@ -212,7 +212,10 @@ def _chosen_networks(
         if isinstance(ffn, str) and not (is_rule and chosen):
             raise ValueError(ffn)
         if isinstance(ffn, MoeMlp):
-            raise ValueError(f"{path} is an expert layer already.")
+            raise ValueError(
+                f"{path} is an expert layer already: convert a model once, or name other blocks by "
+                "moe_layers."
+            )
         refuse_wrapped(model, path)
         if isinstance(ffn, nn.Module):
             check_weights(path, ffn)

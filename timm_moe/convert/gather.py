@@ -1,6 +1,6 @@
-"""Ways to merge many feed-forward networks into one.
+"""Ways to merge E networks into one: EWA's mean, and OneS's gathering.
 
-They are the averaging of EWA and the gathering of OneS (arXiv 2201.10890, section 3.2). Each method
+OneS is arXiv 2201.10890, section 3.2. Each method
 takes the stacked tensors of E networks by their dense names: weights (E, out, in), biases and all
 else (E, size). It returns the tensors of one network. Biases are averaged (eq. 7), unless the
 method says otherwise.

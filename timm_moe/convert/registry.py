@@ -98,12 +98,15 @@ def register_router(spec: RouterSpec) -> RouterSpec:
     Routed models such as ``vmoe_b16`` do not take it, since they set options of ``top_k`` that no
     other router has.
 
+    A second router of a name takes the place of the first, as in a notebook's cell that runs twice.
+
     Raises:
-        ValueError: if the name is taken, or an option has the name of one of ``convert_to_moe``'s
-            own.
+        ValueError: if the name is a router's of the package, or an option has the name of one of
+            ``convert_to_moe``'s own.
     """
-    if spec.name in _registered:
-        raise ValueError(f"There is a router {spec.name!r} already.")
+    known = _registered.get(spec.name)
+    if known is not None and known.built_in:
+        raise ValueError(f"{spec.name!r} is a router of timm_moe: give yours another name.")
     for name in spec.defaults().keys() & {*_COMMON, "model", "dim"}:
         raise ValueError(
             f"{name} is an option of every router, so {spec.name!r} cannot have one of that name."

@@ -17,7 +17,7 @@ from ..models.publications import PUBLICATIONS, papers_of
 from ..models.registered import is_registered_here, registrar
 from .export import Written
 from .formats import architecture_of
-from .history import HUB_NAME, METRICS, Experts, History, public
+from .history import HUB_NAME, METRICS, ExpertsRecord, History, public
 from .options import PushOptions, is_abbreviation
 
 
@@ -33,7 +33,7 @@ class Facts:
     tags: list[str]
     task: str | None
     license: str | None
-    experts: Experts | None = None  # of a model that still has them
+    experts: ExpertsRecord | None = None  # of a model that still has them
     has_own_router: bool = False  # whether they are chosen by a router that is not of this package
 
 
@@ -68,7 +68,7 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         tags=["image-classification", "timm"],
         task="image-classification" if model.num_classes else "image-feature-extraction",
         license=cfg.get("license"),
-        experts=Experts.of(model),
+        experts=ExpertsRecord.of(model),
         has_own_router=bool(routers),
     )
 
@@ -196,7 +196,7 @@ def _metadata(
 
 
 def _model(
-    facts: Facts, experts: Experts | None, method: str | None, is_what_was_measured: bool
+    facts: Facts, experts: ExpertsRecord | None, method: str | None, is_what_was_measured: bool
 ) -> str:
     lines, sizes = [facts.kind], dict(facts.sizes)
     if experts is not None:
@@ -213,7 +213,7 @@ def _model(
     )
 
 
-def _of_experts(experts: Experts, method: str | None) -> str:
+def _of_experts(experts: ExpertsRecord, method: str | None) -> str:
     shared = " and a shared one" if experts.shared else ""
     held = f"{experts.experts} experts {in_layers(experts.layers)}{shared}"
     if method is None:
@@ -263,7 +263,7 @@ def _license(facts: Facts, history: History, stated: bool) -> str:
     return name + ("" if stated else origin)
 
 
-def _citation(facts: Facts, experts: Experts | None, method: str | None) -> str:
+def _citation(facts: Facts, experts: ExpertsRecord | None, method: str | None) -> str:
     """Cite the papers of a model's family, its averaging and its method."""
     papers = papers_of(facts.architecture if experts is None else experts.model)
     if experts is not None:

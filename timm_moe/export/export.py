@@ -17,7 +17,7 @@ from ..models.registered import registrar
 from .formats import FILES, Format, architecture_of, layout_of
 from .history import history_of
 from .options import ModelOptions
-from .outputs import compare, inputs_for, source_outputs
+from .verify import compare, inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
 
@@ -186,10 +186,10 @@ def opened(
     else:
         _logger.info("Loading %s ...", source)
         model = load_source(source, settings.spec, settings.use_ema)
-    return described(model, settings, method, allow_nonfinite)
+    return checked_format(model, settings, method, allow_nonfinite)
 
 
-def described(
+def checked_format(
     model: nn.Module,
     settings: ModelOptions,
     method: str | None = None,
@@ -288,7 +288,10 @@ def write_moe(
 
 def _require_registered_experts(model: nn.Module) -> None:
     if not moe_layers(model):
-        raise ValueError(f"This {type(model).__name__} has no expert layers.")
+        raise ValueError(
+            f"This {type(model).__name__} has no expert layers: export_dense (without --moe) "
+            "writes it as it is."
+        )
     if registrar(architecture_of(model)) is None:
         raise ValueError(
             f"This {type(model).__name__} was converted in memory, so timm could not create it by "

@@ -87,8 +87,8 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The experts that a dense model was made of."""
+class ExpertsRecord:
+    """The experts of a model, or those that a dense model was made of."""
 
     model: str  # name of the expert model
     layers: int  # number of its expert layers
@@ -99,7 +99,7 @@ class Experts:
     parameters: int  # of the whole model
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Experts | None":
+    def of(cls, model: nn.Module) -> "ExpertsRecord | None":
         """Describe the experts of a model; None if it has none."""
         layers = list(moe_layers(model).values())
         if not layers:
@@ -130,7 +130,7 @@ class History:
     dataset: str | None = None  # name of the data set for train.py, unless it is a folder of images
     dataset_on_hub: bool = False  # whether that is a name on the Hub
     numbering: str | None = None  # what numbered the classes, unless it is the order of the folders
-    experts: Experts | None = None  # that the dense model was made of
+    experts: ExpertsRecord | None = None  # that the dense model was made of
     method: str | None = None  # by which it was made
 
     def to_config(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def history_of(model: nn.Module, method: str | None = None) -> History:
     )
     if history.file is not None:
         history = replace(history, numbering=own_numbering(model))
-    experts = None if method is None else Experts.of(model)
+    experts = None if method is None else ExpertsRecord.of(model)
     return history if experts is None else replace(history, experts=experts, method=method)
 
 
@@ -189,12 +189,7 @@ def recorded_history(origin: Origin) -> History | None:
         if record.pop("weights", None) != digest(origin.folder):
             return None
         if record.get("experts") is not None:
-            experts = dict(record["experts"])
-            # Earlier exports stated "fused", which is never true of a model of this package, and
-            # the number of the first layer.
-            experts.pop("fused", None)
-            experts["experts"] = str(experts["experts"])
-            record["experts"] = _checked(Experts, experts)
+            record["experts"] = _checked(ExpertsRecord, dict(record["experts"]))
         return _checked_history(_checked(History, record))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

@@ -34,7 +34,7 @@ from .card import card, foreign_facts, timm_facts
 from .export import (
     ADAPTERS,
     Written,
-    described,
+    checked_format,
     opened,
     require_finite_weights,
     write_dense,
@@ -43,7 +43,7 @@ from .export import (
 from .formats import Format, TimmFormat, drop_second_num_classes, load_checked, stated_labels
 from .history import History, public, recorded_history
 from .options import PushOptions
-from .outputs import inputs_for, source_outputs
+from .verify import inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def push_dense(
         layout = opened(source, settings, method)
         return _publish_dense(layout, method, svd_ratio, settings, api)
     with _own_copy(folder, settings) as copy:
-        layout = described(_loaded(copy, folder), settings, method)
+        layout = checked_format(_loaded(copy, folder), settings, method)
         if moe_layers(layout.model):
             return _publish_dense(layout, method, svd_ratio, settings, api)
         return _publish_copy(copy, layout.model, settings, api)

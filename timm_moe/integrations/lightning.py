@@ -20,7 +20,7 @@ from ..convert.expert_layers import moe_layers
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import Started, expert_statistics, start_averaging
 from ..training.optimizers import is_distributed
-from ..training.router_losses import add_losses, drop_losses, gathering
+from ..training.router_losses import add_losses, collecting_losses, drop_losses
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -196,7 +196,7 @@ def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs
     """Run a training step; add the router losses to its loss if Lightning calls backward on it."""
     if not module.automatic_optimization:
         return step(*args, **kwargs)
-    with gathering(module) as layers:
+    with collecting_losses(module) as layers:
         output = step(*args, **kwargs)
     if output is None:  # Lightning leaves the batch out.
         drop_losses(layers)

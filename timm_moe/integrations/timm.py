@@ -259,8 +259,8 @@ class _RunAveraging(ExpertWeightAveraging):
 def _at_scheduler_step(method: Any, position: str) -> Any:
     """Let the averaging start where train.py starts a scheduler, and log the routing of each epoch.
 
-    That call says where a run starts that is resumed; without a scheduler the count comes with the
-    optimizer's state.
+    train.py steps the scheduler before the first epoch of a resumed run. That position is where the
+    averaging continues. Without a scheduler the count in the optimizer's state is used.
 
     Args:
         method: the scheduler's ``step`` or ``step_update``.
@@ -304,7 +304,7 @@ def _with_router_losses(call: Any) -> Any:
 
     @functools.wraps(call)
     def call_and_add(self: TrainingTask, *args: Any, **kwargs: Any) -> Any:
-        with router_losses.gathering(self) as layers:
+        with router_losses.collecting_losses(self) as layers:
             result = call(self, *args, **kwargs)
         loss = router_losses.take_losses(layers)
         if loss is None:  # This is no training, or a task within this one added the losses.
@@ -390,7 +390,10 @@ def build_instead(
 
     model = entrypoint(**kwargs, timm_moe_build=build)
     if not calls:
-        raise RuntimeError(f"timm {timm.__version__} did not build {variant} with experts.")
+        raise RuntimeError(
+            f"timm {timm.__version__} did not build {variant} with experts: install a version of "
+            "timm that docs/compatibility.md names."
+        )
     return model, calls[0]
 
 

@@ -19,7 +19,7 @@ from ..convert.hooks import check_loaded_layers
 from ..files import require_file
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import Started, expert_statistics, start_averaging
-from ..training.router_losses import add_losses, gathering
+from ..training.router_losses import add_losses, collecting_losses
 
 try:
     from transformers import (
@@ -159,7 +159,7 @@ def _add_router_losses(
         return compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
 
     with ExitStack() as hooks:
-        layers = hooks.enter_context(gathering(model))
+        layers = hooks.enter_context(collecting_losses(model))
         for ensemble in _ensembles(model):
             members = ensemble.ensemble_size
             hooks.enter_context(ensemble.register_forward_hook(_as_images))

@@ -14,8 +14,8 @@ class BalancingBias(nn.Module):
     """A bias on the scores of the experts, which moves at each optimizer step.
 
     It rises by ``rate`` for experts with less than the mean load, and falls by it for those with
-    more. The bias is a whole number of steps in float32, whatever the model is cast to. Its mean
-    over the experts is zero.
+    more. ``steps`` are whole numbers in float32, whatever the model is cast to. The bias is
+    ``rate`` times ``steps`` minus their mean.
 
     Args:
         num_experts: E.

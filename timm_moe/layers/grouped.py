@@ -17,6 +17,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .functional import autocast_dtype, caller
 
+#: Namespace of this module's operators: the package's name, so that a copy in another package
+#: defines its own.
+_NAMESPACE = __name__.partition(".")[0]
+_operators = getattr(torch.ops, _NAMESPACE)
+
 
 class Runs(NamedTuple):
     """The rows of each expert, for all products of a layer.
@@ -151,8 +156,8 @@ class _Linear(torch.autograd.Function):
         x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *runs: Any
     ) -> Tensor:
         if runs:
-            return torch.ops.timm_moe.linear_by_offsets(x_ND, weight_EHD, bias_EH, end_E, *runs)
-        return torch.ops.timm_moe.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
+            return _operators.linear_by_offsets(x_ND, weight_EHD, bias_EH, end_E, *runs)
+        return _operators.grouped_linear(x_ND, weight_EHD, bias_EH, end_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -179,8 +184,8 @@ class _Outer(torch.autograd.Function):
         y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *runs: Any
     ) -> tuple[Tensor, Tensor]:
         if runs:
-            return torch.ops.timm_moe.outer_by_offsets(y_NH, x_ND, with_sum, end_E, *runs)
-        return torch.ops.timm_moe.grouped_outer(y_NH, x_ND, with_sum, end_E)
+            return _operators.outer_by_offsets(y_NH, x_ND, with_sum, end_E, *runs)
+        return _operators.grouped_outer(y_NH, x_ND, with_sum, end_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -210,10 +215,10 @@ for _name, _schema, _tags in (
     ("linear_by_offsets", f"(Tensor x, Tensor weight, Tensor? bias, {_RUNS}) -> Tensor", ()),
     ("outer_by_offsets", f"(Tensor y, Tensor x, bool with_sum, {_RUNS}) -> (Tensor, Tensor)", ()),
 ):
-    torch.library.define(f"timm_moe::{_name}", _schema, tags=_tags)
+    torch.library.define(f"{_NAMESPACE}::{_name}", _schema, tags=_tags)
 
 
-@torch.library.impl("timm_moe::grouped_linear", "CompositeExplicitAutograd")
+@torch.library.impl(f"{_NAMESPACE}::grouped_linear", "CompositeExplicitAutograd")
 def _linear_of_runs(
     x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor
 ) -> Tensor:
@@ -234,7 +239,7 @@ def _linear_of_runs(
     return y_NH
 
 
-@torch.library.impl("timm_moe::grouped_outer", "CompositeExplicitAutograd")
+@torch.library.impl(f"{_NAMESPACE}::grouped_outer", "CompositeExplicitAutograd")
 def _outer_of_runs(
     y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -335,8 +340,12 @@ def _outer_by_offsets(
     return product_EHD, is_of_EN.to(y_NH.dtype) @ y_NH
 
 
-torch.library.impl("timm_moe::linear_by_offsets", "CompositeExplicitAutograd")(_linear_by_offsets)
-torch.library.impl("timm_moe::outer_by_offsets", "CompositeExplicitAutograd")(_outer_by_offsets)
+torch.library.impl(f"{_NAMESPACE}::linear_by_offsets", "CompositeExplicitAutograd")(
+    _linear_by_offsets
+)
+torch.library.impl(f"{_NAMESPACE}::outer_by_offsets", "CompositeExplicitAutograd")(
+    _outer_by_offsets
+)
 
 
 def _check_devices(*tensors: Tensor | None) -> None:
@@ -398,8 +407,8 @@ for _names, _fake, _function in (
     (("grouped_outer", "outer_by_offsets"), _outer_of_shapes, _Outer),
 ):
     for _name in _names:
-        torch.library.register_fake(f"timm_moe::{_name}", _fake)
+        torch.library.register_fake(f"{_NAMESPACE}::{_name}", _fake)
         torch.library.register_autograd(
-            f"timm_moe::{_name}", _function.backward, setup_context=_function.setup_context
+            f"{_NAMESPACE}::{_name}", _function.backward, setup_context=_function.setup_context
         )
-        register_flop_formula(getattr(torch.ops.timm_moe, _name))(_flops)
+        register_flop_formula(getattr(_operators, _name))(_flops)

@@ -386,7 +386,10 @@ class EwaMlp(MoeMlp):
         super().__init__(ffn, RandomPartition(num_experts), num_experts, expert_init, **options)
 
     def padding_of(self, x: Tensor) -> Tensor | None:
-        """As :class:`MoeMlp`; in eval mode padding changes nothing."""
+        """Return the padding to leave out, as :class:`MoeMlp` does.
+
+        It is None in eval mode, where no row affects another one.
+        """
         return super().padding_of(x) if self.training else None
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:

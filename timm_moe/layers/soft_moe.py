@@ -101,7 +101,7 @@ class SoftMoeMlp(MoeMlp):
     """
 
     def padding_of(self, x: Tensor) -> None:
-        """None: no row is left out, as the shape of images is needed."""
+        """Return None: :meth:`compute` masks padding, since images must keep their shape."""
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Map the tokens (B, ..., D) of B images, to zero for padding, which takes part in no slot.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..convert.expert_layers import moe_layers
 from ..layers import ensemble_log_probabilities, tile
-from .registration import Variant, register_variants, vmoe_variants
+from .variants import Variant, register_variants, vmoe_variants
 from .vision_transformer import VMOE, MoeVisionTransformer, create_moe_vit
 
 __all__ = ["EnsembleVisionTransformer"]  # timm adds the entrypoints

@@ -20,7 +20,7 @@ from ..convert.hooks import add_hooks
 from ..integrations.timm import add_module, build_instead
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
 from .mixin import MoeMixin, moe_class, note_dense_form
-from .registration import cfgs_like, register
+from .variants import cfgs_like, register
 from .vision_transformer import MoeVisionTransformer
 
 #: Modules of timm.models with such architectures. Those that the installed timm lacks are skipped;

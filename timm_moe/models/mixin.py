@@ -165,9 +165,9 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
 
 
 def state_as_stock(model: nn.Module) -> None:
-    """Name a dense model of a name of this package as timm's own model, where it is one.
+    """Give a dense model timm's name and arguments, if timm has the same model.
 
-    It then has as ``stock_form`` the name and the arguments of timm's.
+    Such a model has them as ``stock_form``. Others are left as they are.
     """
     form = vars(model).pop("stock_form", None)
     if form is None:

@@ -24,8 +24,8 @@ from .locality import (
     check_flags,
 )
 from .mixin import moe_class, note_dense_form
-from .registration import SIZES, register
 from .tokens_to_token import LocalT2TVisionTransformer
+from .variants import SIZES, register
 from .vision_transformer import NAIVE, MoeVisionTransformer, PreLogitsVisionTransformer
 
 __all__ = [

@@ -10,7 +10,7 @@ from ..convert.dense import swapped_for_dense
 from ..integrations.timm import build_instead
 from ..layers import CosineRouter, TopKRouter
 from .mixin import MoeMixin, note_dense_form
-from .registration import Variant, register_variants
+from .variants import Variant, register_variants
 
 __all__ = ["MoeSwinTransformer"]  # timm adds the entrypoints
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..layers.checks import check_flag
 from .mixin import MoeMixin, note_dense_form
-from .registration import Variant, create_vit, of_size, register_variants, vmoe_variants
+from .variants import Variant, create_vit, of_size, register_variants, vmoe_variants
 
 __all__ = ["MoeVisionTransformer"]  # timm adds the entrypoints
 

@@ -13,7 +13,7 @@ from ..convert.hooks import note_padding
 from ..layers.checks import check_flag
 from ..layers.functional import kept_whole
 from .mixin import MoeMixin
-from .registration import SIZES, Variant, register_variants
+from .variants import SIZES, Variant, register_variants
 from .vision_transformer import PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints

@@ -50,7 +50,10 @@ def average_experts_(model: nn.Module, beta: float) -> None:
     """
     layers = moe_layers(model).values()
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no expert layers to average.")
+        raise ValueError(
+            f"This {type(model).__name__} has no expert layers to average: convert it first, by "
+            "timm_moe.convert_to_moe."
+        )
     for layer in layers:
         check_share_rate(beta, layer.num_experts, "beta", layer.parts)
     once = {id(stacked): stacked for layer in layers for stacked in _averageable(layer)}
@@ -81,10 +84,7 @@ def _averageable(layer: MoeMlp) -> list[Tensor]:
 
 
 def stated_updates(optimizer: Optimizer) -> int:
-    """Return the count of updates that an optimizer's groups hold; 0 if they hold none.
-
-    Checkpoints of earlier versions have an int, some of them in the first group only.
-    """
+    """Return the count of updates that an optimizer's groups hold; 0 if they hold none."""
     return max((int(group.get(UPDATES, 0)) for group in optimizer.param_groups), default=0)
 
 

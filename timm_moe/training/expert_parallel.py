@@ -38,7 +38,10 @@ def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
     """
     layers = moe_layers(model)
     if not layers:
-        raise ValueError(f"This {type(model).__name__} has no experts to parallelize.")
+        raise ValueError(
+            f"This {type(model).__name__} has no experts to parallelize: "
+            "convert it first, by timm_moe.convert_to_moe."
+        )
     _check(layers, mesh)
     for layer in layers.values():
         # An optimizer that was made before would leave the new parameters untrained. Its first step

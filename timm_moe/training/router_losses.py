@@ -97,7 +97,7 @@ def add_losses(layers: list[Any], loss: Tensor, scale: float = 1.0) -> Tensor:
 
 
 @contextmanager
-def gathering(task: nn.Module) -> Iterator[list[Any]]:
+def collecting_losses(task: nn.Module) -> Iterator[list[Any]]:
     """Let the routers gather the records of all forwards of a training task.
 
     If the task fails, its records are dropped.
@@ -199,8 +199,9 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
     """Average what the routers of a model recorded over the training forwards.
 
     That is their losses, the dropped choices and the load of each expert. Forwards count once their
-    losses were added (by :func:`auxiliary_loss` or a timm training task), in this process, since
-    the start, the last reset, or the last end of an epoch of timm's scheduler.
+    losses were added (by :func:`auxiliary_loss` or a timm training task), in this process. New
+    averages begin with the first forward after ``reset=True``, :func:`start_averaging`,
+    :func:`expert_statistics`, or the end of an epoch of timm's scheduler.
 
     Args:
         model: a model with routed expert layers.

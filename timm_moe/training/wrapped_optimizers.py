@@ -1,7 +1,4 @@
-"""Averaging with optimizers that work by others, or keep weights beside the parameters.
-
-A reader may skip this module.
-"""
+"""Averaging with optimizers that work by others, or keep weights beside the parameters."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -79,8 +76,6 @@ def _install_hooks(optimizer: Optimizer) -> None:
 
 class Steps:
     """Steps of optimizers that work by one another, as timm's Lookahead and SAM do.
-
-    Mostly there is one optimizer.
 
     Args:
         after_step: post-hook of the step of each optimizer.

@@ -1,6 +1,4 @@
-"""Soft MoE and Expert Choice watched while a model classifies images.
-
-They tell which patches feed a slot, or go to several experts.
+"""Which patches feed a slot (Soft MoE), and which go to several experts (Expert Choice).
 
 Slots are shown as in the paper of Soft MoE (arXiv 2308.00951, appendix G).
 

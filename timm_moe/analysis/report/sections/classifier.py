@@ -1,7 +1,4 @@
-"""The predictions of a report's classifiers side by side.
-
-They are their accuracy, their confidence and their confusions.
-"""
+"""Accuracy, confidence and confusions of a report's classifiers, side by side."""
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""The pictures of a report.
-
-They are patches in the colours of their experts, and the patches that each expert is surest of.
-"""
+"""Pictures in a report: patches in the colours of their experts, and each expert's surest ones."""
 
 import base64
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""The routing of a report.
-
-It is the experts of classes and patches, the loads of the experts, and the routers' certainty.
-"""
+"""Routing in a report: experts of classes and patches, loads, certainty of the routers."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -129,7 +129,9 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
     difference = (expected - actual).abs().max().item()
     if not difference <= TOLERANCE * expected.abs().max().item():
         raise ValueError(
-            f"The exported model's outputs differ from the source's by {difference:.3g}."
+            f"The exported model's outputs differ from the source's by {difference:.3g}. A change "
+            "of a model since its creation is in no weights: state it, as in "
+            "model_args=dict(act_layer='relu'), or undo it."
         )
     return difference
 

@@ -1,4 +1,4 @@
-"""Registration of models with timm, and the sizes of Vision Transformers that families share."""
+"""Variants of Vision Transformers: their sizes, and their registration with timm."""
 
 import sys
 from collections.abc import Callable, Mapping
