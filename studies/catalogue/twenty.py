@@ -35,7 +35,7 @@ OPTIONS = (
 )
 #: All epochs' checkpoints, for averages of the last ones.
 ALL_EPOCHS = ("--checkpoint-hist", "120")
-DENSE, EWA = "dense", "EWA, linear"
+DENSE, EWA, LONGER = "dense", "EWA, linear", "dense, 160 epochs"
 AVERAGES = ("dense, weight EMA", "dense, LAWA of the last 12 epochs")
 SWA = "dense, SWA of the last 30 epochs"
 
@@ -51,10 +51,7 @@ def arms() -> tuple[Arm, ...]:
         Arm(EWA, Training("ewa-linear", "ewa")),
         Arm(AVERAGES[0], dense, Export(("--use-ema",))),
         Arm(AVERAGES[1], dense, LatestAverage(12)),
-        Arm(
-            "dense, 160 epochs",
-            Training("dense-160", "dense", options=("--epochs", "160"), seeds=TEN),
-        ),
+        Arm(LONGER, Training("dense-160", "dense", options=("--epochs", "160"), seeds=TEN)),
         Arm(SWA, swa, LatestAverage(30)),
     )
 
@@ -110,6 +107,16 @@ FINDINGS = (
             *compare((SWA,), UNCLEAR, (DENSE,)),
             *compare((EWA,), WORSE, (SWA,), "nll"),
             *compare((EWA,), WORSE, (SWA,), "ece"),
+        ),
+    ),
+    Finding(
+        "A third more epochs of dense training, over ten seeds, gain 1.51 points (1.15 to 1.87). "
+        "Their NLL is 0.0502 better and their ECE 0.0111. EWA is 1.85 points below them.",
+        (
+            *compare((LONGER,), BETTER, (DENSE,)),
+            *compare((LONGER,), BETTER, (DENSE,), "nll"),
+            *compare((LONGER,), BETTER, (DENSE,), "ece"),
+            *compare((EWA,), WORSE, (LONGER,)),
         ),
     ),
 )
