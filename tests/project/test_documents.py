@@ -126,13 +126,11 @@ TRAINING = (
 )
 BEFORE = {
     "README.md: Other trainers, and a loop of your own": """
-import timm, transformers
+import torch
 from torch.utils.data import DataLoader, TensorDataset
-"""
-    + "import torch\n"
-    + SMALL_MODEL.replace("small_moe", "small_patch16_224")
-    + "dataset = TensorDataset(torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 0]))\n"
-    + "loader = DataLoader(dataset, 2)\n",
+dataset = TensorDataset(torch.randn(2, 3, 224, 224), torch.tensor([0, 1]))
+loader = DataLoader(dataset, 1)
+""",
     "docs/evaluate.md: `timm-moe evaluate`": IMPORTS + SMALL_MODEL,
     "docs/evaluate.md: `timm_moe.analysis.metrics`": IMPORTS
     + "size = dict(img_size=64, embed_dim=32, depth=4, num_heads=2)\n"
