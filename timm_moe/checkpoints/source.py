@@ -239,7 +239,8 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     # A dense checkpoint has no routers: they stay as drawn, with a warning.
     model = _loaded(first.blueprint, first.weights, path, is_whole=not first.missing)
     for other in others:
-        of_own_size = _loaded(other.blueprint, other.weights, path)
+        of_own_size = _create(other.blueprint)
+        of_own_size.load_state_dict(model.state_dict())
         _require_equal(model, of_own_size, first.blueprint.args["img_size"], name, path)
     weights = first.weights
     _tell_of_guesses(model, name, train_args, spec, weights, path)
@@ -420,13 +421,17 @@ def _require_equal(
     """
     height, width = (size, size) if isinstance(size, int) else size
     channels, own = model_input_size(model)[0], get_pretrained_cfg(of_own_size)["input_size"][1]
-    image = torch.rand(1, channels, height, width, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        expected = model.eval()(image)
-        try:
-            found = of_own_size.eval()(image)
-        except (AssertionError, RuntimeError, ValueError):  # It takes no images of this size.
-            return
+    outputs = []
+    for built in (model, of_own_size):
+        with torch.random.fork_rng([]), torch.inference_mode():
+            torch.default_generator.manual_seed(0)  # Some routers draw noise in eval mode too.
+            try:
+                outputs.append(built.eval()(torch.rand(1, channels, height, width)))
+            except (AssertionError, RuntimeError, ValueError):
+                return  # It takes no images of this size.
+            finally:
+                built.train()
+    expected, found = outputs
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
         raise ValueError(
             f"{path} fits {name} of two image sizes, which give different outputs: state the one "
