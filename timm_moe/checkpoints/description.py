@@ -196,6 +196,11 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
     """
     allowed = architecture_arguments(architecture.partition(".")[0])
     for name, value in stated.items():
+        if _NO_ARCHITECTURE.fullmatch(name):
+            raise ValueError(
+                f"{origin} states the argument {shown_name(name)}, as no file may: --model-kwargs "
+                f"{shown_name(name)}=None leaves it out."
+            )
         if name not in allowed:
             raise ValueError(
                 f"{origin} states {shown_name(name)}={shown(value)} for {architecture}, which is "
