@@ -134,7 +134,7 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
         built = "x".join(map(str, size))
         wanted = "x".join(map(str, wanted_size))
         remedy = (
-            "--model-kwargs dynamic_img_size=True builds one that takes any size."
+            "--model-kwargs dynamic_img_size=True builds one for any multiple of its patches."
             if hasattr(model, "dynamic_img_size")
             else f"--model-kwargs img_size={wanted_size[0]} builds another one, if its weights "
             "suit any size."

@@ -467,9 +467,11 @@ class TestModes:
             evaluate([checkpoint], image_folder(folder), inference=HERE)
 
     def test_a_class_map_of_the_training_is_told(self, folder, model, tmp_path, caplog):
-        checkpoint = save(model, tmp_path / "a.pth.tar", class_map="names.txt")
+        checkpoint = save(model, tmp_path / "a.pth.tar", class_map=r"C:\me\names.txt")
         load_classifiers([checkpoint], image_folder(folder), inference=HERE)
         assert "class map 'names.txt'" in caplog.text
+        exported = timm_moe.export_dense(checkpoint, tmp_path / "exported").path
+        assert r"\me" not in (exported / "config.json").read_text()
         assert "--class-map" in caplog.text
         caplog.clear()
         (folder / "names.txt").write_text("\n".join(CLASSES))

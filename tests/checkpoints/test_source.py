@@ -329,7 +329,7 @@ def test_weights_that_fit_two_image_sizes_are_not_guessed(tmp_path):
     args = dict(model_kwargs=options, img_size=64)
     file = save_as_train_py(tmp_path / "a.pth", created, name, **args)
     images = torch.rand(2, 3, 64, 64)
-    with pytest.raises(ValueError, match=r"two image sizes.* img_size=64 or img_size=32\."):
+    with pytest.raises(ValueError, match=r"two image sizes.* img_size=64 or img_size=32 "):
         load_source(file)
     loaded = load_source(file, ModelSpec(kwargs=dict(img_size=32))).eval()
     assert torch.equal(loaded(images), created(images))

@@ -136,11 +136,20 @@ def test_options_and_features():
         timm.create_model("swin_tiny_patch4_window7_224_ewa_moe", share_rate=2, **TINY_SWIN)
 
 
-def test_a_list_of_features_watches_what_it_loads():
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("swin_tiny_patch4_window7_224_ewa_moe", {**TINY_SWIN, "router": "top_k"}),
+        ("swin_tiny_patch2_window4_32_ewa_moe", {"img_size": 64, "router": "top_k"}),
+        ("swin_moe_small_patch4_window12_192_8e", {**TINY_SWIN, "depths": (2, 2, 2, 2)}),
+    ],
+)
+def test_a_list_of_features_watches_what_it_loads(name, options):
     """timm's FeatureListNet holds the stages of a Swin without the model that they are of."""
-    name = "swin_tiny_patch4_window7_224_ewa_moe"
-    options = dict(features_only=True, router="top_k", **TINY_SWIN)
-    one, two = (timm.create_model(name, moe_layers=where, **options) for where in ("1", "1,3"))
+    one, two = (
+        timm.create_model(name, features_only=True, moe_layers=where, **options)
+        for where in ("1", "1,3")
+    )
     with pytest.raises(RuntimeError, match="use its moe_layers"):
         two.load_state_dict(one.state_dict(), strict=False)
     images = torch.rand(2, 3, 64, 64)

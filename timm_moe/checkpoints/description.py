@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from safetensors import safe_open
 from timm.models import PretrainedCfg, model_entrypoint
@@ -248,8 +248,8 @@ def _arguments_of_classes(entrypoint_module: str) -> frozenset[str]:
         if is_model or is_dataclass(known):  # a dataclass holds the options of a model
             names |= arguments
         if is_dataclass(known):  # MaxxVit takes conv_NAME for the NAME of its conv_cfg
-            for part, kind in get_type_hints(known).items():
-                if is_dataclass(kind):
-                    prefix = part.removesuffix("cfg")
-                    names |= {f"{prefix}{option.name}" for option in fields(kind)}
+            for part in fields(known):
+                if is_dataclass(part.default_factory):
+                    prefix = part.name.removesuffix("cfg")
+                    names |= {f"{prefix}{option.name}" for option in fields(part.default_factory)}
     return frozenset(names)

@@ -187,7 +187,9 @@ def _ema_of_other_trainers(checkpoint: Mapping[str, Any], plain: Any, path: Path
         )
 
     (weights,) = found.values()
-    return weights
+    # Averages such as torch's AveragedModel also hold a count, outside of ``module.``.
+    held = [name for name in weights if name.startswith("module.")]
+    return {name: weights[name] for name in held or weights}
 
 
 def _dicts_in(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -15,11 +15,9 @@ from typing import Any
 from timm.models import list_models, model_entrypoint
 from torch import nn
 
-from ..convert.expert_layers import moe_layers
-from ..convert.hooks import add_hooks
 from ..integrations.timm import add_module, build_instead
 from ..model_config import get_pretrained_cfg, set_pretrained_cfg
-from .mixin import MoeMixin, moe_class, note_dense_form
+from .mixin import moe_class, note_dense_form
 from .variants import cfgs_like, register
 from .vision_transformer import MoeVisionTransformer
 
@@ -129,8 +127,6 @@ def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.M
     # Some look up out_features by the pretrained tag, which an exported model does not have.
     looked_up = {option: value for option, value in stated.items() if option == "out_features"}
     note_dense_form(model, architecture, {**kwargs, **looked_up})
-    if not isinstance(model, MoeMixin):  # FeatureListNet holds the stages without the model.
-        add_hooks(model, moe_layers(model))
     return model
 
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from ..convert.convert import convert_to_moe
 from ..convert.dense import swapped_for_dense
-from ..convert.expert_layers import expert_biases
+from ..convert.expert_layers import expert_biases, moe_layers
+from ..convert.hooks import add_hooks
 from ..convert.registry import moe_options, nearest_option
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
@@ -152,7 +153,8 @@ def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
 def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any]) -> None:
     """Note on a model with experts the name and the arguments of its dense form.
 
-    A feature extractor has no dense form, since it is never exported.
+    A feature extractor has no dense form, since it is never exported. One that holds the stages
+    without their model (timm's FeatureListNet) gets the hooks of that model.
 
     Args:
         model: a new model, or timm's feature extractor around it.
@@ -162,6 +164,8 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
     if isinstance(model, MoeMixin):
         model.dense_architecture = architecture
         model.dense_args = architecture_args(kwargs)
+    elif not any(isinstance(module, MoeMixin) for module in model.modules()):
+        add_hooks(model, moe_layers(model))
 
 
 def state_as_stock(model: nn.Module) -> None:
