@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import torch
 
-from timm_moe.training.summary import read_summary
+from timm_moe.checkpoints.summary_csv import read_summary
 
 from .deploy import Deployment
 from .images import Part

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from timm_moe.training.summary import read_summary
+from timm_moe.checkpoints.summary_csv import read_summary
 
 from . import images
 from .catalogue import STUDIES

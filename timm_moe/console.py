@@ -1,4 +1,4 @@
-"""Lines for a terminal or a log.
+"""Lines for a terminal or a log, and values in messages.
 
 Names from files in them can neither begin a line nor steer the terminal.
 """
@@ -58,3 +58,34 @@ def shortened(text: str, length: int) -> str:
 def in_layers(number: int) -> str:
     """Say in how many layers of a model something is."""
     return f"in each of {number} layers" if number > 1 else "in one layer"
+
+
+def shown(value: Any) -> str:
+    """Shorten any value for a message.
+
+    Of what is nested in it only types are written, since its text may have no end.
+    """
+    text = _word(value)
+    if type(value) in (list, tuple):
+        left, right = "[]" if type(value) is list else "()"
+        text = f"{left}{', '.join(map(_word, value[:80]))}{right}"
+    return text if len(text) <= 80 else f"{text[:80]} ..."
+
+
+def shown_name(name: str) -> str:
+    """Shorten a name for a message, without quotes; what cannot be printed is escaped."""
+    return shown(name)[1:-1]
+
+
+def _word(value: Any) -> str:
+    """Write a single value, at most its first 81 letters, or the type of another value."""
+    if not is_single(value):
+        return f"{type(value).__name__} ..."
+    return repr(value[:81] if isinstance(value, str) else value)
+
+
+def is_single(value: Any) -> bool:
+    """Tell if a value is None, a text, or a number that can be written out."""
+    return type(value) in (str, bool, float, type(None)) or (
+        type(value) is int and value.bit_length() < 256
+    )

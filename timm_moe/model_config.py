@@ -12,6 +12,8 @@ from timm import models
 from timm.data import resolve_data_config
 from torch import nn
 
+from .console import shown
+
 Check = Callable[[Any], bool]
 
 
@@ -71,37 +73,6 @@ def check_preprocessing(stated: Mapping[str, Any], *channels: int) -> None:
             raise ValueError(
                 f"{name} must hold a number for each channel, {channels[-1]}, got {shown(value)}."
             )
-
-
-def shown(value: Any) -> str:
-    """Shorten any value for a message.
-
-    Of what is nested in it only types are written, since its text may have no end.
-    """
-    text = _word(value)
-    if type(value) in (list, tuple):
-        left, right = "[]" if type(value) is list else "()"
-        text = f"{left}{', '.join(map(_word, value[:80]))}{right}"
-    return text if len(text) <= 80 else f"{text[:80]} ..."
-
-
-def shown_name(name: str) -> str:
-    """Shorten a name for a message, without quotes; what cannot be printed is escaped."""
-    return shown(name)[1:-1]
-
-
-def _word(value: Any) -> str:
-    """Write a single value, at most its first 81 letters, or the type of another value."""
-    if not is_single(value):
-        return f"{type(value).__name__} ..."
-    return repr(value[:81] if isinstance(value, str) else value)
-
-
-def is_single(value: Any) -> bool:
-    """Tell if a value is None, a text, or a number that can be written out."""
-    return type(value) in (str, bool, float, type(None)) or (
-        type(value) is int and value.bit_length() < 256
-    )
 
 
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:

@@ -18,9 +18,9 @@ from timm.models import save_for_hf
 
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.console import shown
 from timm_moe.export.export import export_moe
 from timm_moe.export.push import push_dense, push_moe
-from timm_moe.model_config import shown
 from timm_moe.training.epoch_log import FILE, read_epochs
 from timm_moe_cli import main
 

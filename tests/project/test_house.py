@@ -15,7 +15,8 @@ PACKAGE = ROOT / "timm_moe"
 #: The map, from the ground to the roof. A room is a folder or a single module; it imports from
 #: floors below its own.
 FLOORS = (
-    ("layers", "files", "console", "model_config", "schedules", "quick_init", "timm_classes"),
+    ("console",),
+    ("layers", "files", "model_config", "schedules", "quick_init", "timm_classes"),
     ("convert",),
     ("training",),
     ("integrations",),

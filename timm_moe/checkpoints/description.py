@@ -22,9 +22,10 @@ from timm.models import PretrainedCfg, model_entrypoint
 from timm.models.naflexvit import NaFlexVitCfg
 from torch import nn
 
+from ..console import is_single, shown, shown_name
 from ..convert.registry import moe_options
 from ..files import read_text
-from ..model_config import check_preprocessing, is_single, shown, shown_name
+from ..model_config import check_preprocessing
 from ..models.mixin import constructor_arguments
 from ..models.registered import check_registered
 

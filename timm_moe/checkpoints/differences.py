@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-from ..model_config import shown_name
+from ..console import shown_name
 
 Weights = Mapping[str, Tensor]
 

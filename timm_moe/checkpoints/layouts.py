@@ -10,7 +10,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor
 
-from ..model_config import shown, shown_name
+from ..console import shown, shown_name
 
 _logger = logging.getLogger(__name__)
 

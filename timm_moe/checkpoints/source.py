@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
-from ..console import describe, shortened
+from ..console import describe, shortened, shown_name
 from ..convert.dense import require_weights
 from ..convert.expert_layers import moe_layers
 from ..convert.registry import router_options
@@ -29,7 +29,6 @@ from ..model_config import (
     model_input_size,
     preprocessing,
     set_pretrained_cfg,
-    shown_name,
     state_preprocessing,
     timm_model_in,
 )

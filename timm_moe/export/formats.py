@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from ..checkpoints.description import ENTRY
 from ..checkpoints.source import first_problem, own_numbering
+from ..console import shown
 from ..model_config import (
     get_pretrained_cfg,
     is_of_timm,
     model_input_size,
     records_arguments,
     set_pretrained_cfg,
-    shown,
     untold_args,
 )
 from ..quick_init import quick_init

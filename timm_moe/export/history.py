@@ -15,11 +15,11 @@ from torch import nn
 
 from ..checkpoints.description import ENTRY, SOURCE_PREFIXES
 from ..checkpoints.source import Origin, own_numbering
-from ..console import describe
+from ..checkpoints.summary_csv import DamagedTable, read_summary
+from ..console import describe, is_single, shown
 from ..convert.expert_layers import moe_layers, numbers_of_experts, parameters
 from ..layers import EwaMlp, SharedExpertMlp
-from ..model_config import get_pretrained_cfg, is_single, shown
-from ..training.summary import DamagedTable, read_summary
+from ..model_config import get_pretrained_cfg
 
 #: Options of train.py that are kept where they are set: not None, False, empty or, but for those
 #: of :data:`_ZERO_COUNTS`, zero. None of them is a path.

@@ -11,7 +11,7 @@ import torch
 from timm.models import model_entrypoint
 from torch import nn
 
-from ..model_config import shown_name
+from ..console import shown_name
 from ..quick_init import quick_init
 
 

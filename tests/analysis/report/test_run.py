@@ -11,8 +11,8 @@ from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.report import write_report
 from timm_moe.analysis.report.sections.run import read_run, run_of_model, run_section
 from timm_moe.checkpoints.source import Origin
+from timm_moe.checkpoints.summary_csv import read_summary
 from timm_moe.training.epoch_log import FILE
-from timm_moe.training.summary import read_summary
 
 
 def test_the_run_tells_whether_experts_came_together(tmp_path):

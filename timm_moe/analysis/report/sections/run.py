@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from ....checkpoints.source import Origin
+from ....checkpoints.summary_csv import read_summary
 from ....convert.expert_layers import moe_layers
 from ....export.history import measures_ema
 from ....training.epoch_log import read_epochs
-from ....training.summary import read_summary
 from .. import charts
 from ..page import Part, Section
 from .routing import DEAD
