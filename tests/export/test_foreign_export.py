@@ -20,7 +20,7 @@ from torch import nn
 
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec
-from timm_moe.export import outputs as outputs_module
+from timm_moe.export import verify as verify_module
 from timm_moe.export.export import export_dense, export_moe
 from timm_moe.export.push import push_dense, push_moe
 
@@ -446,9 +446,9 @@ def test_every_file_that_save_pretrained_writes_is_pushed_and_published(transfor
 
 def test_inputs_of_the_caller_go_first(transformers, tmp_path, monkeypatch):
     seen = []
-    outputs = outputs_module.outputs
+    outputs = verify_module.outputs
     monkeypatch.setattr(
-        outputs_module,
+        verify_module,
         "outputs",
         lambda model, inputs: seen.append(inputs) or outputs(model, inputs),
     )
