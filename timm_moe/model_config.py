@@ -207,8 +207,9 @@ def _built_size(model: Any) -> tuple[int, int] | None:
 
     It is None if the model takes any size or states none.
     """
-    if getattr(model, "dynamic_img_size", False):
+    patches = getattr(model, "patch_embed", None)
+    if getattr(model, "dynamic_img_size", False) or not getattr(patches, "strict_img_size", True):
         return None
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    size = getattr(patches, "img_size", None)
     size = size or getattr(model, "_model_args", {}).get("img_size")
     return (size, size) if isinstance(size, int) else size
