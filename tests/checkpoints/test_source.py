@@ -99,7 +99,7 @@ def test_what_the_user_states_goes_before_the_file(ewa_vit, tmp_path):
     file = save_as_train_py(
         tmp_path / "a.pth", ewa_vit, model_kwargs={**OPTIONS, "cache_dir": "/x", "num_experts": 9}
     )
-    with pytest.raises(ValueError, match=r"a\.pth .*argument cache_dir.*--model-kwargs"):
+    with pytest.raises(ValueError, match=r"a\.pth .*argument cache_dir, .*--model-kwargs"):
         load_source(file)
     spec = ModelSpec(kwargs={"cache_dir": None, "num_experts": 4})
     assert same(load_source(file, spec), ewa_vit)

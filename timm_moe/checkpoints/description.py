@@ -1,4 +1,4 @@
-"""What a file may state of its model: a registered architecture, and plain values for it.
+"""Statements of a file about its model: a registered architecture, and plain values for it.
 
 A checkpoint or config.json may come from anyone, and timm's factory takes more than an architecture
 needs: where to fetch weights and where to keep them, further files to read, functions and classes.

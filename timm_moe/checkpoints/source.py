@@ -114,7 +114,7 @@ class Origin:
 
     @property
     def is_file(self) -> bool:
-        """Whether the weights are from a file.
+        """Tell if the weights are from a file.
 
         The model's config is then that of other weights of timm, or missing.
         """
@@ -238,9 +238,7 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     # A dense checkpoint has no routers: they stay as drawn, with a warning.
     model = _loaded(first.blueprint, first.weights, path, is_whole=not first.missing)
     for other in others:
-        of_own_size = _create(other.blueprint)
-        of_own_size.load_state_dict(model.state_dict())
-        _require_equal(model, of_own_size, first.blueprint.args["img_size"], name, path)
+        _require_equal(model, first.blueprint, other.blueprint, name, path)
     weights = first.weights
     _tell_of_guesses(model, name, train_args, spec, weights, path)
     _state_images(model, name, train_args, spec, path, is_of_train_py)
@@ -402,26 +400,29 @@ def _fitting(
 
 
 def _require_equal(
-    model: nn.Module, of_own_size: nn.Module, size: Any, name: str, path: Path
+    model: nn.Module, blueprint: Blueprint, other: Blueprint, name: str, path: Path
 ) -> None:
     """Refuse to choose between two models of one file that give different outputs.
 
     Some weights fit a model of any image size, which changes the windows of a MaxViT, for example.
 
     Args:
-        model: built for the size of the training's images.
-        of_own_size: built for its own size.
-        size: of the training's images, (height, width) or an int.
+        model: built for the size of the training's images, with the file's weights.
+        blueprint: of this model, which states that size: (height, width) or an int.
+        other: of a model of its own size.
         name: of the models.
         path: of the file.
 
     Raises:
         ValueError: if both compute, and differ.
     """
+    size = blueprint.args["img_size"]
     height, width = (size, size) if isinstance(size, int) else size
-    channels, own = model_input_size(model)[0], get_pretrained_cfg(of_own_size)["input_size"][1]
+    channels, own = model_input_size(model)[0], get_pretrained_cfg(model)["input_size"][1]
     if height == width == own:
         return
+    of_own_size = _create(other)
+    of_own_size.load_state_dict(model.state_dict())
     outputs = []
     for built in (model, of_own_size):
         with torch.random.fork_rng([]), torch.inference_mode():
@@ -488,9 +489,12 @@ def own_numbering(model: nn.Module) -> str | None:
 
     It completes the sentence "The model was trained", and holds no path.
     """
+    origin = getattr(model, "origin", None)
+    recorded = origin.recorded if isinstance(origin, Origin) else None
+    if isinstance(recorded, dict) and isinstance(recorded.get("numbering"), str):
+        has_names = get_pretrained_cfg(model).get("label_names")  # They tell the order.
+        return None if has_names else shown_name(recorded["numbering"])
     args: dict[str, str] = getattr(model, "args_of_images", {})
-    if "numbering" in args:
-        return args["numbering"]
     if "class_map" in args:  # It may be a path of either kind.
         return f"with the class map {PureWindowsPath(args['class_map']).name!r}"
     reader = args.get("dataset", "").lower().partition("/")[0]
@@ -544,9 +548,6 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)
     }
     _prepare(model, spec, origins, name, blueprint.architecture)
-    recorded = blueprint.recorded if isinstance(blueprint.recorded, dict) else {}
-    if isinstance(recorded.get("numbering"), str) and not described.get("label_names"):
-        model.args_of_images = {"numbering": shown_name(recorded["numbering"])}  # type: ignore[assignment]
     place = name.removeprefix("local-dir:")
     model.origin = Origin(place, folder_of(name), recorded=blueprint.recorded)  # type: ignore[assignment]
     return model

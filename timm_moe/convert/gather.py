@@ -1,9 +1,8 @@
 """Ways to merge E networks into one: EWA's mean, and OneS's gathering.
 
-OneS is arXiv 2201.10890, section 3.2. Each method
-takes the stacked tensors of E networks by their dense names: weights (E, out, in), biases and all
-else (E, size). It returns the tensors of one network. Biases are averaged (eq. 7), unless the
-method says otherwise.
+OneS is arXiv 2201.10890, section 3.2. Each method takes the stacked tensors of E networks by their
+dense names: weights (E, out, in), biases and all else (E, size). It returns the tensors of one
+network. Biases are averaged (eq. 7), unless the method says otherwise.
 """
 
 from collections.abc import Callable, Mapping

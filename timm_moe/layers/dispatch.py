@@ -71,7 +71,7 @@ class Routing(NamedTuple):
             return (
                 torch.empty_like(expert_N).index_copy_(0, self.token_indices, expert_N).unsqueeze(1)
             )
-        expert_TK = self._expert_of(self.slots) if self.chosen is None else self.chosen
+        expert_TK = self._expert_of(self.slots) if self.chosen is None else self.chosen.contiguous()
         return (
             expert_TK
             if self.is_dropped is None

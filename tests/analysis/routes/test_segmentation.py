@@ -105,7 +105,7 @@ def test_patches_are_counted_by_their_label(masked, name, options, members):
     ((path, layer),) = moe_layers(model).items()
     seen = []
     layer.router.register_forward_hook(
-        lambda _, args, routing: seen.append(routing.experts().reshape(len(args[0]), -1))
+        lambda _, args, routing: seen.append(routing.experts().view(len(args[0]), -1))
     )
     images = masked_images(masked, model)
     (routes,) = collect_patch_routes(model, images, HERE)

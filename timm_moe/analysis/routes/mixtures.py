@@ -1,4 +1,4 @@
-"""Which patches feed a slot (Soft MoE), and which go to several experts (Expert Choice).
+"""Patches that feed a slot (Soft MoE), and patches of several experts (Expert Choice).
 
 Slots are shown as in the paper of Soft MoE (arXiv 2308.00951, appendix G).
 
