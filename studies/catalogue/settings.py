@@ -94,7 +94,7 @@ IMAGENET_OPTIONS = (
         "30",
         "--sched-on-updates",
     ),
-    *("--checkpoint-hist", "1", "--smoothing", "0.1", "--mixup", "0.5", "--drop", "0.1"),
+    *("--checkpoint-hist", "1", "--smoothing", "0.1", "--mixup", "0.5"),
     *(*RAND_AUGMENT, "--amp", "--amp-dtype", "bfloat16"),
 )
 
@@ -132,6 +132,8 @@ def imagenet(arms: tuple[Arm, ...], seeds: range = range(3), **changes: Any) -> 
         setting="imagenet-paper",
         images={"images": Images(of=1000)},
         models={"widenet": "widenet_l", "ones": "ones_l"},
+        # Dropout is in the blocks, as in the authors' code; --drop acts before the classifier.
+        kwargs=("proj_drop_rate=0.1", "pos_drop_rate=0.1"),
         options=IMAGENET_OPTIONS,
         **changes,
     )

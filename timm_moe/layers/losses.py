@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def importance_loss(gate_GSE: Tensor) -> Tensor:
-    """Inequality of the experts' summed gates (V-MoE, arXiv 2106.05974, appendix A.1).
+    """Inequality of the experts' summed gates (V-MoE, arXiv 2106.05974, appendix A).
 
     It is the squared coefficient of variation, (G,), of the sums of the softmax without noise. The
     loss is from Shazeer et al. 2017 (arXiv 1701.06538, eq. 7).
@@ -22,7 +22,7 @@ def importance_loss(gate_GSE: Tensor) -> Tensor:
 def load_loss(
     logits_GSE: Tensor, noisy_logits_GSE: Tensor, last_choice_GS: Tensor, noise_std: float
 ) -> Tensor:
-    """Inequality of the experts' chances of being chosen under new noise (V-MoE, appendix A.2).
+    """Inequality of the experts' chances of being chosen under new noise (V-MoE, appendix A).
 
     It is the squared coefficient of variation, (G,), of the experts' mean chances.
 

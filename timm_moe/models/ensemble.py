@@ -156,7 +156,7 @@ class EnsembleVisionTransformer(MembersMixin, MoeVisionTransformer):
         super().restore_stock_class()
 
 
-#: pBE in fine-tuning (section 4.2, table 5): there are 2 members with 16 experts each, and each
+#: pBE in fine-tuning (appendix B.2, table 5): there are 2 members with 16 experts each, and each
 #: token of a member goes to 1 of them.
 _PBE = VMOE | dict(
     ensemble_size=2,
