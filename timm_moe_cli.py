@@ -310,10 +310,8 @@ def _add_key_values(group: Any, name: str, metavar: str, text: str) -> None:
 
 
 def _add_method_options(parser: argparse.ArgumentParser) -> None:
-    methods = ("average", "sum", "topk", "svd", "random")  # as in timm_moe.convert.gather
-    parser.add_argument(
-        "--method", choices=methods, help="how the experts become one network (default: average)"
-    )
+    text = "how the experts become one network: average (default), sum, topk, svd or random"
+    parser.add_argument("--method", help=text)
     ratio = "of --method svd: share of the singular values kept (default: 0.75)"
     parser.add_argument("--svd-ratio", type=float, metavar="R", help=ratio)
 

@@ -246,6 +246,7 @@ def test_export(ewa_vit, tmp_path, capsys):
         (["info", "vit_small_ewa_moe", "--model-kwargs", "num_heads=7"], "num_heads"),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "patch_size=0"], "zero"),
         (["info", "vit_small_ewa_moe", "--model-kwargs", "act_layer=nonsense"], "nonsense"),
+        (["export", "missing.pth", "out", "--method", "best"], "method must be one of average"),
         (["demo", "--epochs", "0"], "epochs must"),
     ],
 )
@@ -266,7 +267,6 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys, arguments, messa
     [
         ["info", "vit_small_ewa_moe", "--model-kwargs", "foo"],
         ["export", "only-one"],
-        ["export", "a", "b", "--method", "best"],
         [],
     ],
 )

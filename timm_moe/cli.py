@@ -43,6 +43,7 @@ from .checkpoints.description import SOURCE_PREFIXES
 from .checkpoints.source import ModelSpec, folder_of, load_source
 from .console import PrintableFormatter, describe, show
 from .convert.expert_layers import moe_layers
+from .convert.gather import get_method
 from .export.export import Export, export_dense, export_moe
 from .export.push import client_output, push_dense, push_folder, push_moe
 from .files import check_apart, check_folder, check_writable, write_json, written_whole
@@ -188,6 +189,8 @@ def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
             "--moe takes the expert model itself, so --method and --svd-ratio have no place beside "
             "it."
         )
+    if args.method is not None:
+        get_method(args.method, args.svd_ratio)
     if args.class_map and args.data_dir is None:
         raise ValueError("--class-map numbers the folders of --data-dir: name that too.")
     options = {name: getattr(args, name) for name in names}

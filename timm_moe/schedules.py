@@ -48,7 +48,10 @@ def get_schedule(name: str) -> Schedule:
         ValueError: if there is none of that name.
     """
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise ValueError(f"share_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}.")
+        raise ValueError(
+            f"share_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}; one of your own "
+            "is entered first, into timm_moe.schedules.SCHEDULES."
+        )
     return SCHEDULES[name]
 
 

@@ -6,6 +6,7 @@ Nothing of the package is edited.
 import copy
 import inspect
 import pickle
+import re
 import warnings
 from dataclasses import asdict
 
@@ -232,6 +233,15 @@ def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
     assert torch.equal(routing.gates, weight_TK)
 
 
+def test_a_router_that_chooses_more_experts_than_it_states_is_refused():
+    router = Modulo(8, 4, choices=2)
+    layer = MoeMlp(Mlp(8, 16), router, 4)
+    layer(torch.randn(3, 8))
+    router.experts_of_row = lambda: 1
+    with pytest.raises(ValueError, match=r"to 2 experts.* says 1: .*Modulo\.experts_of_row"):
+        layer(torch.randn(3, 8))
+
+
 def test_what_a_router_does_not_state():
     assert (Router(6).experts_of_row(), Router(6).routing_degree(), Router(6).routing_unit) == (
         1,
@@ -246,11 +256,17 @@ def test_options_of_a_registered_router_may_be_stated_by_files():
 import runpy
 from timm_moe.checkpoints.description import architecture_arguments, check_arguments
 assert "target" not in architecture_arguments("vit_small_ewa_moe")
+stated = dict(target=0.4, router="sparse_gate")
+try:
+    check_arguments("vit_small_ewa_moe", stated, "a file")
+except ValueError as error:
+    print(error)
 runpy.run_path({str(EXAMPLE)!r}, run_name="own_router")
-check_arguments("vit_small_ewa_moe", dict(router="sparse_gate", target=0.4), "a file")
+check_arguments("vit_small_ewa_moe", stated, "a file")
 """
     done = run_code(code)
     assert done.returncode == 0, done.stderr
+    assert re.search("a file: router .*'sparse_gate'.*timm_moe.register_router", done.stdout)
 
 
 UNTRAINED = {
@@ -368,6 +384,12 @@ def test_a_loss_without_a_weight_is_named():
     router = RecordingRouter(4, {"a": 1.0})
     with pytest.raises(ValueError, match="'b' has no weight"):
         router.record({"b": torch.ones(())}, torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("load", [torch.ones(4), torch.ones(1, 3)])
+def test_a_load_of_another_shape_is_refused_where_it_is_recorded(load):
+    with pytest.raises(ValueError, match=r"not \(groups, 4 experts\)"):
+        RecordingRouter(4, {}).record({}, load)
 
 
 def test_the_example_of_a_router_trains_with_its_loss():

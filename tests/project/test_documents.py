@@ -183,6 +183,15 @@ AFTER = {
         "assert model.eval()(torch.randn(2, 3, 224, 224)).isfinite().all()"
     ),
     "CONTRIBUTING.md: Add a schedule": "assert model.blocks[1].mlp.share_schedule == 'cosine'",
+    "CONTRIBUTING.md: Add a rule of averaging": (
+        "model(torch.randn(1, 3, 224, 224)).sum().backward()\n"
+        "stacked = next(iter(timm_moe.moe_layers(model).values())).fc1.weight\n"
+        "apart = lambda: [(stacked[0] - stacked[n]).norm().item() for n in (1, 2)]\n"
+        "before = apart()\n"
+        "optimizer.step()\n"
+        "pair, others = (now / was for now, was in zip(apart(), before))\n"
+        "assert pair < 0.95 * others, (pair, others)"
+    ),
     "CONTRIBUTING.md: Add a gathering method": (
         "assert type(dense).__module__ == 'timm.models.vision_transformer'"
     ),

@@ -215,13 +215,11 @@ def test_a_change_of_timm_is_found(code):
     assert list(changes_of_others(ast.parse(code)))
 
 
-def test_the_command_line_names_every_method():
-    arguments = ["export", "source", "folder", "--method"]
-    assert [
-        timm_moe_cli.parser().parse_args([*arguments, name]).method for name in METHODS
-    ] == list(METHODS)
+def test_the_command_line_names_every_method(capsys):
     with pytest.raises(SystemExit):
-        timm_moe_cli.parser().parse_args([*arguments, "best"])
+        timm_moe_cli.parser().parse_args(["export", "--help"])
+    words = re.findall(r"\w+", capsys.readouterr().out)
+    assert METHODS.keys() <= set(words)
 
 
 def test_help_needs_neither_torch_nor_timm():

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import timm_moe
 from timm_moe.callbacks import add_router_losses, expert_statistics, start_averaging
-from timm_moe.layers.router_totals import KEPT
+from timm_moe.layers.router_totals import KEPT, Reader
 from timm_moe.training import router_losses
 
 
@@ -102,13 +102,53 @@ def test_statistics_of_many_forwards_and_of_a_layer_that_stops():
     assert {name.split("/")[1] for name in expert_statistics(model)} == {second.path}
 
 
+def test_each_reader_has_averages_of_its_own(caplog):
+    images, _ = batch()
+    model = routed_model()
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    layer = model.blocks[1].mlp
+    losses = []
+    for part in images.split(2):
+        model(part)
+        losses.append(float(layer.router.records[0].losses["balance"]))
+        timm_moe.auxiliary_loss(model)
+        logged = expert_statistics(model)  # the user's log of each step
+        assert logged[f"router/{layer.path}/balance_loss"] == pytest.approx(losses[-1])
+    last = timm_moe.routing_summary(model, reset=True)[layer.path]
+    assert last.losses["balance"] == pytest.approx(sum(losses) / len(losses))
+    assert timm_moe.routing_summary(model) == {}
+    with caplog.at_level(logging.INFO):
+        router_losses.log_epoch(optimizer)
+    assert caplog.messages[0] == f"Routing in {layer.path}: {last}."
+    caplog.clear()
+    router_losses.log_epoch(optimizer)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("options", [{"aux_loss_weight": 0.0}, {"balance": "bias"}])
+def test_routers_without_losses_are_counted_where_nobody_adds_losses(options):
+    images, targets = batch()
+    model = routed_model("vit_tiny_ewa_moe", router="top_k", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    layer, *_ = timm_moe.moe_layers(model).values()
+    for part, labels in zip(images.split(4), targets.split(4), strict=True):
+        F.cross_entropy(model(part), labels).backward()
+        (record,) = layer.router.records
+        optimizer.step()
+        optimizer.zero_grad()
+        assert expert_statistics(model)[f"router/{layer.path}/load_max"] == pytest.approx(
+            float(record.load.max() / record.load.sum())
+        )
+
+
 def test_summary_of_a_device_without_float64():
     model = routed_model()
     model(batch()[0])
     timm_moe.auxiliary_loss(model)
     expected = timm_moe.routing_summary(model)
     for layer in timm_moe.moe_layers(model).values():
-        layer.router.totals.load = layer.router.totals.load.as_subclass(OnDevice)
+        sums = layer.router.totals._sums[Reader.SUMMARY]
+        sums.load = sums.load.as_subclass(OnDevice)
     assert timm_moe.routing_summary(model) == expected
 
 
@@ -136,7 +176,7 @@ def test_each_epoch_of_timms_schedulers_ends_in_a_summary(caplog):
                 optimizer.step()
                 optimizer.zero_grad()
             scheduler.step(epoch + 1)
-            last = timm_moe.routing_summary(model)  # of the epoch that ended
+            last = timm_moe.routing_summary(model, reset=True)  # of the epoch that ended
     lines = [message for message in caplog.messages if message.startswith("Routing")]
     assert [line.split(":")[0] for line in lines] == [
         "Routing in blocks.1.mlp",

@@ -23,7 +23,7 @@ from timm.models.naflexvit import NaFlexVitCfg
 from torch import nn
 
 from ..console import is_single, shown, shown_name
-from ..convert.registry import moe_options
+from ..convert.registry import get_spec, moe_options
 from ..files import read_text
 from ..model_config import check_preprocessing
 from ..models.mixin import constructor_arguments
@@ -193,8 +193,15 @@ def model_arguments(train_args: Mapping[str, Any]) -> tuple[dict[str, Any], Any]
 def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -> None:
     """Raise ValueError if a file states an argument that the architecture cannot take.
 
-    An argument must be one of the architecture's constructor, and its value a plain one.
+    An argument must be one of the architecture's constructor, and its value a plain one. A router
+    must be registered.
     """
+    router = stated.get("router")
+    if isinstance(router, str):
+        try:
+            get_spec(router)
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}") from error
     allowed = architecture_arguments(architecture.partition(".")[0])
     for name, value in stated.items():
         if _NO_ARCHITECTURE.fullmatch(name):

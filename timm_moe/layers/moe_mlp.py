@@ -211,7 +211,7 @@ class MoeMlp(Experts):
         """Compute what :meth:`forward` returns, for rows (..., D) without padding."""
         self._count_forward()
         mode = current_mode()
-        routing = self.router(x) if routing is None else routing
+        routing = self._routing_of(x) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
         if mode.is_plain or (
             mode in (Mode.COMPILED, Mode.EXPORTED) and not (self.is_grouped or self.dispatcher)
@@ -223,6 +223,25 @@ class MoeMlp(Experts):
             )
             y_TD = combine(y_ND, routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
+
+    def _routing_of(self, x: Tensor) -> Routing:
+        """Route rows.
+
+        Raises:
+            ValueError: if the router chooses more experts than it says, as costs follow from that.
+        """
+        router = self.router
+        routing: Routing = router(x)
+        if routing.slots is None or routing.starts is not None:
+            return routing
+        choices, stated = routing.slots.shape[1], router.experts_of_row()
+        if choices > stated:
+            name = type(router).__name__
+            raise ValueError(
+                f"{name} sends a row to {choices} experts, and its experts_of_row() says {stated}: "
+                f"write {name}.experts_of_row."
+            )
+        return routing
 
     def _count_forward(self) -> None:
         """Warn once if no known optimizer trains the layer, and nobody averages or balances it."""

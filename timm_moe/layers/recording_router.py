@@ -170,10 +170,15 @@ class RecordingRouter(Router):
             gates: the chosen experts' gates. Where there are no losses, they tell of NaN.
 
         Raises:
-            ValueError: if a loss has no weight.
+            ValueError: if a loss has no weight, or ``load_GE`` has another shape.
             RuntimeError: if backward repeats a forward that ran without gradients, so that nothing
                 was recorded.
         """
+        if load_GE.dim() != 2 or load_GE.shape[1] != self.num_experts:
+            raise ValueError(
+                f"The load that {type(self).__name__} records has the shape "
+                f"{tuple(load_GE.shape)}, not (groups, {self.num_experts} experts)."
+            )
         for name in losses.keys() - self.loss_weights.keys():
             raise ValueError(
                 f"The loss {name!r} has no weight: give {type(self).__name__} one in loss_weights."

@@ -1,6 +1,7 @@
 """Statistics of a router over its training forwards."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,20 @@ from torch import Tensor
 #: Largest number of records that are kept before they are summed. It is also the number of training
 #: forwards between two searches for NaN in logits, and the log interval of timm's train.py.
 KEPT = 50
+
+
+class Reader(Enum):
+    """Who reads the statistics of a router; each has sums of its own.
+
+    Attributes:
+        EPOCH: the log of train.py's epochs, and ``experts.json``.
+        LOG: :func:`timm_moe.expert_statistics`.
+        SUMMARY: :func:`timm_moe.routing_summary`.
+    """
+
+    EPOCH = "epoch"
+    LOG = "log"
+    SUMMARY = "summary"
 
 
 @dataclass(frozen=True)
@@ -45,16 +60,71 @@ class ForwardStatistics(NamedTuple):
     checked: list[Tensor]
 
 
-class RouterTotals:
-    """Sums over the training forwards of one router, on its device.
-
-    Reading them waits for the device. Records are kept, and summed when there are :data:`KEPT` of
-    them or someone asks for a sum, so that a forward needs no sum.
+@dataclass
+class Sums:
+    """Sums over a number of forwards, on the router's device.
 
     Attributes:
-        forwards: records since the sums began, one for each call of the router.
-        taken: forwards of the model since then, whose losses are taken together.
-        is_complete: whether an epoch has ended, so that the next record begins new sums.
+        forwards: their number, one for each call of the router.
+        losses: sum of each loss by name.
+        load: (E,) number of choices of each expert.
+        dropped: number of choices beyond the capacities.
+    """
+
+    forwards: int
+    losses: dict[str, Tensor]
+    load: Tensor | int = 0
+    dropped: Tensor | int = 0
+
+    @classmethod
+    def over(cls, forwards: list[ForwardStatistics]) -> "Sums":
+        """Sum over forwards, of which there is at least one."""
+        sums = cls(
+            forwards=len(forwards),
+            losses={
+                name: torch.stack([forward.losses[name] for forward in forwards]).sum()
+                for name in forwards[0].losses
+            },
+        )
+        by_capacity: dict[int | None, list[Tensor]] = {}
+        for forward in forwards:
+            by_capacity.setdefault(forward.capacity, []).append(forward.load_GE)
+        for capacity, loads in by_capacity.items():
+            load_GE = torch.cat(loads)
+            sums.load = sums.load + load_GE.sum(0)
+            if capacity is not None:
+                sums.dropped = sums.dropped + (load_GE - capacity).clamp(min=0).sum()
+        return sums
+
+    def __add__(self, other: "Sums") -> "Sums":
+        """Return the sums over the forwards of both."""
+        return Sums(
+            forwards=self.forwards + other.forwards,
+            losses={name: self.losses.get(name, 0) + loss for name, loss in other.losses.items()},
+            load=self.load + other.load,
+            dropped=self.dropped + other.dropped,
+        )
+
+    def summary(self) -> RoutingSummary:
+        """Return the means; this waits for the device."""
+        load = torch.as_tensor(self.load).cpu().double()  # MPS has no float64
+        choices = max(load.sum().item(), 1.0)
+        return RoutingSummary(
+            losses={name: float(total) / self.forwards for name, total in self.losses.items()},
+            dropped=int(self.dropped) / choices,
+            load=(load / choices).tolist(),
+        )
+
+
+class RouterTotals:
+    """Sums over the training forwards of one router, for each reader.
+
+    Records are kept, and summed when there are :data:`KEPT` of them or someone asks for a sum, so
+    that a forward needs no sum.
+
+    Attributes:
+        forwards: all records, one for each call of the router.
+        unchecked: forwards of the model since :meth:`not_finite` was called.
         lost: forwards since the last optimizer step whose losses were dropped, as another forward
             began.
         untrained: sums of losses that were taken since the last optimizer step, and that no
@@ -62,23 +132,14 @@ class RouterTotals:
     """
 
     def __init__(self) -> None:
-        self.lost = 0
+        self.forwards = self.unchecked = self.lost = 0
         self.untrained: set[object] = set()
-        self._begin()
-
-    def _begin(self) -> None:
-        self.forwards = self.taken = 0
-        self.is_complete = False
-        self.losses: dict[str, Tensor] = {}
-        self.load: Tensor | int = 0
-        self.dropped: Tensor | int = 0
-        self._not_finite: Tensor | int = 0  # since the last call of not_finite
         self._kept: list[ForwardStatistics] = []
+        self._sums: dict[Reader, Sums] = {}
+        self._not_finite: Tensor | int = 0
 
     def add(self, forward: ForwardStatistics) -> None:
         """Add a forward, whose tensors nobody changes."""
-        if self.is_complete:
-            self._begin()
         self.forwards += 1
         self._kept.append(forward)
         if len(self._kept) == KEPT:
@@ -90,30 +151,23 @@ class RouterTotals:
         self._kept = []
         if not kept:
             return
-        for name in kept[0].losses:
-            total = torch.stack([forward.losses[name] for forward in kept]).sum()
-            self.losses[name] = self.losses.get(name, 0) + total
-        by_capacity: dict[int | None, list[Tensor]] = {}
-        for forward in kept:
-            by_capacity.setdefault(forward.capacity, []).append(forward.load_GE)
-        for capacity, loads in by_capacity.items():
-            load_GE = torch.cat(loads)
-            self.load = self.load + load_GE.sum(0)
-            if capacity is not None:
-                self.dropped = self.dropped + (load_GE - capacity).clamp(min=0).sum()
+        sums = Sums.over(kept)
+        for reader in Reader:
+            earlier = self._sums.get(reader)
+            self._sums[reader] = sums if earlier is None else earlier + sums
         numbers = torch.stack([torch.stack(forward.checked) for forward in kept])
         self._not_finite = self._not_finite + (~numbers.isfinite().all(1)).sum()
 
-    def summary(self) -> RoutingSummary:
-        """Return the means over the forwards, of which there is at least one."""
+    def summary(self, reader: Reader) -> RoutingSummary | None:
+        """Return the means over the forwards since a reader's sums began; None without forwards."""
         self._sum_up()
-        load = torch.as_tensor(self.load).cpu().double()  # MPS has no float64
-        choices = max(load.sum().item(), 1.0)
-        return RoutingSummary(
-            losses={name: float(total) / self.forwards for name, total in self.losses.items()},
-            dropped=int(self.dropped) / choices,
-            load=(load / choices).tolist(),
-        )
+        sums = self._sums.get(reader)
+        return None if sums is None else sums.summary()
+
+    def begin(self, reader: Reader) -> None:
+        """Begin the sums of a reader anew."""
+        self._sum_up()
+        self._sums.pop(reader, None)
 
     def not_finite(self) -> tuple[int, int]:
         """Return the number of calls with NaN or Inf in the logits, and of all forwards.
@@ -121,6 +175,6 @@ class RouterTotals:
         Both count from the last look, which was at most :data:`KEPT` forwards before.
         """
         self._sum_up()
-        bad = int(self._not_finite)
-        self._not_finite = 0
-        return bad, self.taken % KEPT or KEPT
+        bad, forwards = int(self._not_finite), self.unchecked
+        self._not_finite = self.unchecked = 0
+        return bad, forwards

@@ -13,9 +13,10 @@ from ..convert.wrappers import is_sharded
 from ..files import read_text, write_json
 from ..layers import MoeMlp
 from ..layers.living import living
+from ..layers.router_totals import Reader
 from .averaging import ExpertWeightAveraging
 from .optimizers import trained_layers
-from .router_losses import current_summaries
+from .router_losses import summaries_for
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
         path = layer.path or "experts"
         statistics[path] = {"spread": relative_distance_to_mean(layer)}
         # There is no summary of a layer that was not trained, or has no losses.
-        for summary in current_summaries({path: layer}).values():
+        for summary in summaries_for(Reader.EPOCH, {path: layer}, reset=False).values():
             statistics[path] |= vars(summary)
     share_rate = None if averaging is None else averaging.share_rate
     try:

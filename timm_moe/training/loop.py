@@ -6,12 +6,12 @@ An integration consists of these three calls: see :mod:`timm_moe.integrations.tr
 
 import logging
 import math
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..convert.expert_layers import moe_layers
+from ..layers.router_totals import Reader
 from .averaging import ExpertWeightAveraging, forget_updates, stated_updates
 from .optimizers import (
     are_frozen,
@@ -19,7 +19,7 @@ from .optimizers import (
     parameter_ids,
     require_parameters,
 )
-from .router_losses import add_losses, current_summaries, layers_with_losses, with_losses
+from .router_losses import add_losses, layers_with_losses, summaries_for, with_losses
 from .wrapped_optimizers import with_hooks
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ def start_averaging(
     layers = list(moe_layers(model).values())
     for layer in with_losses(layers):  # An earlier run may have ended amid a forward.
         layer.router.forget()
-        layer.router.totals.is_complete = True
+        for reader in Reader:
+            layer.router.totals.begin(reader)
     if not layers:
         _logger.warning(
             "This %s has no expert layers, so nothing is averaged: convert it first by "
@@ -135,9 +136,7 @@ def expert_statistics(
     most chosen expert.
     """
     numbers: dict[str, float] = {}
-    layers: dict[str, Any] = dict(moe_layers(model))
-    for path, summary in current_summaries(layers).items():
-        layers[path].router.totals.is_complete = True
+    for path, summary in summaries_for(Reader.LOG, moe_layers(model), reset=True).items():
         numbers |= {f"router/{path}/{name}_loss": value for name, value in summary.losses.items()}
         numbers |= {
             f"router/{path}/dropped": summary.dropped,

@@ -16,7 +16,7 @@ from ..convert.expert_layers import moe_layers
 from ..convert.wrappers import unwrapped
 from ..layers import MoeMlp, RecordingRouter, RouterRecord
 from ..layers.living import find, living
-from ..layers.router_totals import KEPT, ForwardStatistics, RouterTotals, RoutingSummary
+from ..layers.router_totals import KEPT, ForwardStatistics, Reader, RouterTotals, RoutingSummary
 from .optimizers import is_first_time, is_primary, trained_layers
 
 _logger = logging.getLogger(__name__)
@@ -132,10 +132,13 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
     """
     for layer in with_losses(others):
         layer.router.end_other_step()
-    routers = [layer.router for layer in with_losses(trained)]
+    layers = with_losses(trained)
+    routers = [layer.router for layer in layers]
     forgotten = [router for router in routers if router.has_pending_losses()]
     lost = sum(router.totals.lost for router in routers)
     is_untrained = any(router.totals.untrained for router in routers)
+    if not forgotten:  # Records without losses wait where nobody adds losses.
+        _keep_statistics([(layer, record) for layer in layers for record in layer.router.take()])
     for router in forgotten or routers:
         router.end_step()
     if forgotten:
@@ -176,8 +179,8 @@ def _keep_statistics(taken: list[tuple[Any, RouterRecord]]) -> None:
         totals: RouterTotals = layer.router.totals
         totals.add(ForwardStatistics(losses, next(loads), record.capacity, checked))
     for layer in dict.fromkeys(layer for layer, _ in taken):  # several blocks may call one
-        layer.router.totals.taken += 1
-        if layer.router.totals.taken % KEPT == 0:
+        layer.router.totals.unchecked += 1
+        if layer.router.totals.unchecked == KEPT:
             _warn_of_not_finite(layer)
 
 
@@ -199,40 +202,33 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
     """Average what the routers of a model recorded over the training forwards.
 
     That is their losses, the dropped choices and the load of each expert. Forwards count once their
-    losses were added (by :func:`auxiliary_loss` or a timm training task), in this process. New
-    averages begin with the first forward after ``reset=True``, :func:`start_averaging`,
-    :func:`expert_statistics`, or the end of an epoch of timm's scheduler.
+    losses were added (by :func:`auxiliary_loss` or a timm training task), or at the optimizer's
+    step if they have none, in this process. The averages begin at the last call with
+    ``reset=True``, or where :func:`start_averaging` began the run.
 
     Args:
         model: a model with routed expert layers.
         reset: start new averages afterwards.
 
     Returns:
-        The summary of each layer by its name; layers that were not trained yet are left out.
+        The summary of each layer by its name; layers without such forwards are left out.
     """
-    totals = {name: layer.router.totals for name, layer in _recorded(moe_layers(model)).items()}
-    summaries = {name: each.summary() for name, each in totals.items()}
-    for each in totals.values():
-        each.is_complete |= reset
+    return summaries_for(Reader.SUMMARY, moe_layers(model), reset)
+
+
+def summaries_for(
+    reader: Reader, layers: dict[str, MoeMlp], reset: bool
+) -> dict[str, RoutingSummary]:
+    """Return a reader's summary of each layer that has one, and start new averages if asked to."""
+    summaries = {}
+    for name, layer in layers.items():
+        if isinstance(layer.router, RecordingRouter):
+            summary = layer.router.totals.summary(reader)
+            if summary is not None:
+                summaries[name] = summary
+            if reset:
+                layer.router.totals.begin(reader)
     return summaries
-
-
-def _recorded(layers: dict[str, MoeMlp]) -> dict[str, Any]:
-    """Select the layers that have statistics."""
-    return {
-        name: layer
-        for name, layer in layers.items()
-        if isinstance(layer.router, RecordingRouter) and layer.router.totals.forwards
-    }
-
-
-def current_summaries(layers: dict[str, MoeMlp]) -> dict[str, RoutingSummary]:
-    """Return the summary of each layer that recorded since its last epoch ended."""
-    return {
-        name: layer.router.totals.summary()
-        for name, layer in _recorded(layers).items()
-        if not layer.router.totals.is_complete
-    }
 
 
 def log_epoch(optimizer: Optimizer) -> None:
@@ -242,8 +238,8 @@ def log_epoch(optimizer: Optimizer) -> None:
     """
     for layer in with_losses(trained_layers(optimizer, living(MoeMlp))):
         totals = layer.router.totals
-        if totals.forwards and not totals.is_complete:
-            _warn_of_not_finite(layer)
-            if is_primary():
-                _logger.info(f"Routing in {layer.path or 'an expert layer'}: {totals.summary()}.")
-            totals.is_complete = True
+        _warn_of_not_finite(layer)
+        summary = totals.summary(Reader.EPOCH)
+        if summary is not None and is_primary():
+            _logger.info(f"Routing in {layer.path or 'an expert layer'}: {summary}.")
+        totals.begin(Reader.EPOCH)
