@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import timm_moe
-from timm_moe.training.weight_average import average_all_
+from timm_moe.training.weight_average import average_
 
 from .protocol import Contest, Setting, Work
 
@@ -26,7 +26,7 @@ def average(num_experts: int, setting: Setting) -> Work:
     experts = _experts(num_experts, setting)
 
     def work() -> None:
-        average_all_((stacked, 0.1) for stacked in experts)
+        average_((stacked, 0.1) for stacked in experts)
 
     return work
 

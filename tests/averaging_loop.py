@@ -9,6 +9,13 @@ from torch import nn
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
+from timm_moe.training import weight_average
+
+
+def average_(stacked, beta):
+    """Average the experts of one tensor, in place."""
+    weight_average.average_([(stacked, beta)])
+    return stacked
 
 
 def train_step(model, optimizer, seed, scaler=None):

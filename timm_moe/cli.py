@@ -8,13 +8,18 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from timm.data import ImageDataset
 from timm.models import create_model, is_model, model_entrypoint
 from timm.utils import ParseKwargs
@@ -45,7 +50,7 @@ from .console import PrintableFormatter, describe, show
 from .convert.expert_layers import moe_layers
 from .convert.gather import get_method
 from .export.export import Export, export_dense, export_moe
-from .export.push import client_output, push_dense, push_folder, push_moe
+from .export.push import push_dense, push_folder, push_moe
 from .files import check_apart, check_folder, check_writable, write_json, written_whole
 from .model_config import get_pretrained_cfg, preprocessing
 from .models.registered import (
@@ -81,6 +86,25 @@ def run(args: argparse.Namespace) -> int:
         print(f"timm-moe: error: {describe(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def client_output() -> Iterator[None]:
+    """Let the Hub's client log each line once, for the time of the block.
+
+    It shows progress bars on a terminal only.
+    """
+    logger = logging.getLogger("huggingface_hub")
+    hide = not are_progress_bars_disabled() and not sys.stderr.isatty()
+    propagate, logger.propagate = logger.propagate, False  # it has a handler of its own
+    if hide:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        if hide:
+            enable_progress_bars()
 
 
 def _parse_pairs(args: argparse.Namespace, name: str) -> None:

@@ -69,7 +69,7 @@ def shown(value: Any) -> str:
     if type(value) in (list, tuple):
         left, right = "[]" if type(value) is list else "()"
         text = f"{left}{', '.join(map(_word, value[:80]))}{right}"
-    return text if len(text) <= 80 else f"{text[:80]} ..."
+    return shortened(text, 80)
 
 
 def shown_name(name: str) -> str:

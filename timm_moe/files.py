@@ -68,9 +68,14 @@ def check_apart(output: str | Path, sources: Iterable[Any], images: Iterable[Any
     for source in sources:
         if source == "" or not isinstance(source, (str, Path)):
             continue
-        read = Path(str(source).removeprefix("local-dir:")).resolve()
+        read = local_path(source).resolve()
         if output == read or (output.parent == read and output.exists()):
             raise ValueError(f"{output} belongs to {source}, which is read: write elsewhere.")
+
+
+def local_path(source: str | Path) -> Path:
+    """Return the path of a file or folder, which may be named as ``local-dir:FOLDER``."""
+    return Path(str(source).removeprefix("local-dir:"))
 
 
 def require_file(file: Path, folder: Path | None = None) -> Path:

@@ -94,11 +94,9 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
     entries = {"input_size" if name == "img_size" else name for name in given}
     resolved = resolve_data_config({**given, "in_chans": channels}, model=model)
 
-    cfg = get_pretrained_cfg(model)
-    for name in entries:
-        cfg.pop(f"test_{name}", None)  # timm's validate.py would prefer such an entry.
-        cfg[name] = resolved[name]
-    set_pretrained_cfg(model, cfg)
+    # timm's validate.py would prefer an entry test_NAME.
+    of_test = {f"test_{name}": None for name in entries}
+    change_pretrained_cfg(model, **of_test, **{name: resolved[name] for name in entries})
 
     wanted_size = tuple(resolved["input_size"][1:])
     if "input_size" in entries and model_input_size(model)[1:] != wanted_size:
@@ -143,11 +141,11 @@ def timm_model_in(model: Any) -> nn.Module:
         return model
     inner = copy.copy(model.timm_model)
     # The wrapper creates its model without the config of the weights, which it keeps itself.
-    cfg = {**get_pretrained_cfg(inner), **(getattr(config, "pretrained_cfg", None) or {})}
+    cfg = dict(getattr(config, "pretrained_cfg", None) or {})
     names = list(config.id2label.values())
     if inner.num_classes and names != [f"LABEL_{number}" for number in range(len(names))]:
         cfg["label_names"] = names
-    set_pretrained_cfg(inner, cfg)
+    change_pretrained_cfg(inner, **cfg)
     return inner
 
 
@@ -156,10 +154,29 @@ def get_pretrained_cfg(model: nn.Module) -> dict[str, Any]:
     return dict(getattr(model, "pretrained_cfg", {}))
 
 
-def set_pretrained_cfg(model: nn.Module, cfg: dict[str, Any]) -> None:
-    """Replace the pretrained config, under both of its names."""
+def stated_names(model: nn.Module) -> list[Any]:
+    """List the class names in a model's config in the order of their numbers; empty if it has none.
+
+    A number without a name has None.
+    """
+    stated = get_pretrained_cfg(model).get("label_names") or []
+    if isinstance(stated, dict):  # by number, which is a text in JSON
+        return [stated.get(number, stated.get(str(number))) for number in range(len(stated))]
+    return list(stated)
+
+
+def change_pretrained_cfg(model: nn.Module, /, **entries: Any) -> None:
+    """Set entries of the pretrained config, under both of its names; None takes an entry out."""
+    cfg = {**get_pretrained_cfg(model), **entries}
+    for name, value in entries.items():
+        if value is None:
+            del cfg[name]
     model.pretrained_cfg = cfg  # type: ignore[assignment]
     model.default_cfg = cfg  # type: ignore[assignment]
+
+
+#: Ends of the names of drop rates, which an exported model does not state.
+RATES = ("drop_rate", "drop_path_rate", "drop_block_rate")
 
 
 def records_arguments() -> bool:
@@ -178,11 +195,10 @@ def untold_args(model: nn.Module) -> dict[str, Any]:
     if records_arguments():
         return {}
     args: dict[str, Any] = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
-    others = ("device", "dtype", "drop_rate", "drop_path_rate", "drop_block_rate")
     return {
         name: value
         for name, value in args.items()
-        if name not in others and not name.endswith("_drop_rate")
+        if name not in ("device", "dtype") and not name.endswith(RATES)
     }
 
 

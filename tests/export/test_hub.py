@@ -24,7 +24,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import timm_moe
-from timm_moe.export import push as hub_module
+from timm_moe.cli import client_output
 from timm_moe.export.export import export_moe
 from timm_moe.export.push import push_dense
 
@@ -310,16 +310,16 @@ def test_what_the_client_says_comes_once_and_without_bars(hub, server, checkpoin
 def test_the_clients_settings_are_restored(monkeypatch, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     logger = logging.getLogger("huggingface_hub")
-    with hub_module.client_output():
+    with client_output():
         assert are_progress_bars_disabled() is not terminal
         assert not logger.propagate
-    with pytest.raises(KeyError), hub_module.client_output():
+    with pytest.raises(KeyError), client_output():
         raise KeyError
     assert not are_progress_bars_disabled()
     assert logger.propagate
     disable_progress_bars()
     try:
-        with hub_module.client_output():
+        with client_output():
             assert are_progress_bars_disabled()
         assert are_progress_bars_disabled()  # as the caller wanted it
     finally:

@@ -15,8 +15,14 @@ from common import EXAMPLES, SMALL_VIT
 from processes import run_script
 from torch import nn
 
-from timm_moe import ExpertWeightAveraging, auxiliary_loss, export_dense, to_dense
-from timm_moe.callbacks import add_router_losses, start_averaging
+from timm_moe import (
+    ExpertWeightAveraging,
+    add_router_losses,
+    auxiliary_loss,
+    export_dense,
+    start_averaging,
+    to_dense,
+)
 
 pytestmark = [pytest.mark.ci]
 

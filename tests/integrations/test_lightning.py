@@ -31,8 +31,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_moe import ExpertWeightAveraging, auxiliary_loss, export_dense, moe_layers
-from timm_moe.callbacks import start_averaging
+from timm_moe import (
+    ExpertWeightAveraging,
+    auxiliary_loss,
+    export_dense,
+    moe_layers,
+    start_averaging,
+)
 from timm_moe.integrations.lightning import RANDOM_STATES, ExpertCallback
 from timm_moe.layers import EwaMlp
 

@@ -15,7 +15,7 @@ from sklearn.datasets import load_sample_image
 
 import timm_moe
 from timm_moe.export.export import export_moe
-from timm_moe.model_config import get_pretrained_cfg, set_pretrained_cfg
+from timm_moe.model_config import change_pretrained_cfg
 
 VIT = {**SMALL_VIT, "num_classes": 7}
 SWIN = {"embed_dim": 24, "depths": (2, 2, 2), "num_heads": (1, 2, 3), "num_classes": 7}
@@ -132,7 +132,7 @@ def _write(kind, folder):
     }
     if kind == "grey":
         cfg |= {"mean": (0.4,), "std": (0.2,)}
-    set_pretrained_cfg(model, {**get_pretrained_cfg(model), **cfg})
+    change_pretrained_cfg(model, **cfg)
     names = NAMES if kind in NAMED else None
     if kind in EXPERTS:
         args = {name: value for name, value in EXPERTS[kind][1].items() if name != "num_classes"}

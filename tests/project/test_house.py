@@ -16,7 +16,7 @@ PACKAGE = ROOT / "timm_moe"
 #: floors below its own.
 FLOORS = (
     ("console",),
-    ("layers", "files", "model_config", "schedules", "quick_init", "timm_classes"),
+    ("layers", "files", "model_config", "schedules", "quick_init", "timm_classes", "outputs"),
     ("convert",),
     ("training",),
     ("integrations",),

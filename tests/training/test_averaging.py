@@ -357,7 +357,7 @@ def test_a_state_without_a_count_is_told_of_once(ewa_vit, caplog):
     train_step(ewa_vit, optimizer, 2)
     assert averaging.updates == 3
     optimizer.load_state_dict(state)
-    averaging.go_to(0)
+    averaging.seek(0)
     train_step(ewa_vit, optimizer, 0)
     assert averaging.updates == 1
     assert caplog.text.count("no count of updates") == 1

@@ -8,17 +8,15 @@ import warnings
 
 import pytest
 import torch
-from averaging_loop import spread
+from averaging_loop import average_, spread
 from routed_loop import routed_model
 from timm.layers import Mlp
 from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
 import timm_moe
-from timm_moe import ExpertWeightAveraging
-from timm_moe.callbacks import start_averaging
+from timm_moe import ExpertWeightAveraging, start_averaging
 from timm_moe.layers import EwaMlp, begin_forward
-from timm_moe.training.weight_average import average_
 
 
 class Own:

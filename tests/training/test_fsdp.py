@@ -9,6 +9,7 @@ import timm
 import timm.optim
 import timm.scheduler
 import torch
+from averaging_loop import average_
 from common import ROOT, SMALL_VIT
 from processes import join_group, run_new, run_ranks
 from timm.layers import Mlp
@@ -35,7 +36,6 @@ from timm_moe import (
     to_dense,
 )
 from timm_moe.layers import EwaMlp
-from timm_moe.training.weight_average import average_
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STEPS = 3

@@ -6,13 +6,12 @@ from operator import attrgetter
 
 import pytest
 import torch
-from averaging_loop import spread
+from averaging_loop import average_, spread
 from timm.optim.lookahead import Lookahead
 from timm.scheduler import create_scheduler_v2
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
-from timm_moe.training.weight_average import average_
 
 
 class SAM(torch.optim.Optimizer):

@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-from averaging_loop import EXPERTS, apart, moved, values
+from averaging_loop import EXPERTS, apart, average_, moved, values
 from hypothesis import given
 from hypothesis import strategies as st
 
 import timm_moe
 from timm_moe.schedules import SCHEDULES
-from timm_moe.training.weight_average import average_
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.3, 0.5, 0.75, 1.0])

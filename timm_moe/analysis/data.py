@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source, own_numbering
 from ..convert.wrappers import unwrapped
-from ..model_config import get_pretrained_cfg, preprocessing
+from ..model_config import preprocessing, stated_names
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
 
 __all__ = [
@@ -152,11 +152,8 @@ def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[
     Raises:
         ValueError: if the model has another number of classes than there are folders.
     """
-    stated = get_pretrained_cfg(model).get("label_names") or by_folder
-    by_number = stated if isinstance(stated, dict) else dict(enumerate(stated))
-    known: list[Any] = [
-        by_number.get(number, by_number.get(str(number))) for number in range(model.num_classes)
-    ]
+    by_number = dict(enumerate(stated_names(model) or by_folder))
+    known: list[Any] = [by_number.get(number) for number in range(model.num_classes)]
     if len(known) != len(by_folder):
         others = [repr(label) for label in by_folder if label not in by_number.values()]
         without = f", without {', '.join(others[:3])}" if others else ""

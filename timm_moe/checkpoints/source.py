@@ -21,18 +21,20 @@ from ..console import describe, shortened, shown_name
 from ..convert.dense import require_weights
 from ..convert.expert_layers import moe_layers
 from ..convert.registry import router_options
-from ..convert.wrappers import copy_sharing_tensors, unwrapped
+from ..convert.wrappers import copied, unwrapped
+from ..files import local_path
 from ..model_config import (
+    change_pretrained_cfg,
     check_preprocessing,
     get_pretrained_cfg,
     is_of_timm,
     model_input_size,
     preprocessing,
-    set_pretrained_cfg,
     state_preprocessing,
     timm_model_in,
 )
 from ..models.registered import check_registered, weightless
+from ..outputs import outputs
 from ..quick_init import quick_init
 from .description import (
     SOURCE_PREFIXES,
@@ -172,7 +174,7 @@ def folder_of(source: nn.Module | str | Path) -> Path | None:
     """
     if isinstance(source, nn.Module):
         return None
-    path = Path(str(source).removeprefix("local-dir:"))
+    path = local_path(source)
     return path if path.is_dir() else None
 
 
@@ -193,7 +195,8 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
     """
     model = unwrapped(model)
     require_weights(model)
-    model = copy_sharing_tensors(model)
+    # The copy shares the tensors.
+    model = copied(model, {id(own): own for own in (*model.parameters(), *model.buffers())})
     model = timm_model_in(model)
     vars(model).pop("origin", None)
     if not is_of_timm(model) and (use_ema or spec not in (None, ModelSpec())):
@@ -236,13 +239,14 @@ def _load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     candidates = _candidates(name, train_args, spec, path)
     first, *others = _fitting(name, candidates, weights, path)
     # A dense checkpoint has no routers: they stay as drawn, with a warning.
-    model = _loaded(first.blueprint, first.weights, path, is_whole=not first.missing)
+    model = _loaded(first, path)
     for other in others:
-        _require_equal(model, first.blueprint, other.blueprint, name, path)
+        _require_one_size(model, first.blueprint, other.blueprint, name, path)
     weights = first.weights
     _tell_of_guesses(model, name, train_args, spec, weights, path)
     _state_images(model, name, train_args, spec, path, is_of_train_py)
-    _drop_class_names(model)
+    # Class names may be those of the weights that training started from.
+    change_pretrained_cfg(model, label_names=None, label_descriptions=None)
     model.origin = Origin(  # type: ignore[assignment]
         str(path),
         train_args=train_args if is_of_train_py else {},
@@ -290,9 +294,8 @@ def _state_evaluation(model: nn.Module) -> None:
 
     train.py crops the centre, at the size of the training.
     """
-    cfg = get_pretrained_cfg(model)
-    kept = {key: cfg[key] for key in cfg if not key.startswith("test_")}
-    set_pretrained_cfg(model, {**kept, "crop_mode": "center"})
+    of_test = {key: None for key in get_pretrained_cfg(model) if key.startswith("test_")}
+    change_pretrained_cfg(model, **of_test, crop_mode="center")
 
 
 def _state_images(
@@ -330,13 +333,6 @@ def _without_stated(train_args: dict[str, Any], spec: ModelSpec) -> dict[str, An
     return {name: value for name, value in train_args.items() if name not in stated}
 
 
-def _drop_class_names(model: nn.Module) -> None:
-    """Remove class names, which may be those of the weights that training started from."""
-    cfg = get_pretrained_cfg(model)
-    kept = {key: cfg[key] for key in cfg if key not in ("label_names", "label_descriptions")}
-    set_pretrained_cfg(model, kept)
-
-
 def _candidates(
     name: str, train_args: Mapping[str, Any], spec: ModelSpec, path: Path
 ) -> dict[str, Blueprint]:
@@ -364,11 +360,11 @@ def _candidates(
 
 @dataclass(frozen=True)
 class _Fit:
-    """A model that weights fit: see :func:`_fitted`."""
+    """A model that weights fit."""
 
     blueprint: Blueprint
-    weights: dict[str, Tensor]
-    missing: set[str]
+    weights: dict[str, Tensor]  # by the model's names
+    missing: set[str]  # names of those that the file lacks: of routers, beside a dense network's
 
 
 def _fitting(
@@ -383,7 +379,7 @@ def _fitting(
     found = []
     for described, blueprint in candidates.items():
         try:
-            found.append(_Fit(blueprint, *_fitted(name, blueprint, weights, path)))
+            found.append(_fitted(name, blueprint, weights, path))
         except ValueError as error:
             problems[described] = str(error)
             last = error
@@ -399,7 +395,7 @@ def _fitting(
     raise ValueError(f"The weights in {path} do not fit {name}: {told}") from last
 
 
-def _require_equal(
+def _require_one_size(
     model: nn.Module, blueprint: Blueprint, other: Blueprint, name: str, path: Path
 ) -> None:
     """Refuse to choose between two models of one file that give different outputs.
@@ -423,17 +419,13 @@ def _require_equal(
         return
     of_own_size = _create(other)
     of_own_size.load_state_dict(model.state_dict())
-    outputs = []
-    for built in (model, of_own_size):
-        with torch.random.fork_rng([]), torch.inference_mode():
-            torch.default_generator.manual_seed(0)  # Some routers draw noise in eval mode too.
-            try:
-                outputs.append(built.eval()(torch.rand(1, channels, height, width)))
-            except (AssertionError, RuntimeError, ValueError):
-                return  # It takes no images of this size.
-            finally:
-                built.train()
-    expected, found = outputs
+    image = torch.rand(1, channels, height, width, generator=torch.Generator().manual_seed(0))
+    try:
+        expected, found = outputs(model, image), outputs(of_own_size, image)
+    except (AssertionError, RuntimeError, ValueError):
+        return  # One takes no images of this size.
+    finally:
+        model.train()
     if not expected.isfinite().all():  # This is told where the outputs are used.
         return
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
@@ -532,14 +524,14 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
     try:
         path = _weights_file(name)
         held = weights_in(read_checkpoint(path), path, use_ema=False)
-        weights, _ = _fitted(name, blueprint, held, path, is_strict=True)
-        taken = {id(tensor) for tensor in weights.values()}
+        fit = _fitted(name, blueprint, held, path, is_strict=True)
+        taken = {id(tensor) for tensor in fit.weights.values()}
         if others := [key for key, tensor in held.items() if id(tensor) not in taken]:
             raise ValueError(
                 f"the file holds {shown_name(others[0])} too, which is no weight of the model: "
                 "write model.state_dict() alone."
             )
-        model = _loaded(blueprint, weights, path)
+        model = _loaded(fit, path)
     except Exception as error:  # a damaged folder may end in anything
         raise _not_created(name, error) from error
 
@@ -588,7 +580,7 @@ def _file(name: str, file: str = "") -> Path:
     A repository's file is fetched.
     """
     if name.startswith("local-dir:"):
-        return Path(name.removeprefix("local-dir:"), file)
+        return local_path(name) / file
     repo_id, _, revision = name.removeprefix("hf-hub:").partition("@")
     return Path(hf_hub_download(repo_id, file, revision=revision or None))
 
@@ -621,7 +613,7 @@ def _create(blueprint: Blueprint) -> nn.Module:
 
 def _fitted(
     name: str, blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_strict: bool = False
-) -> tuple[dict[str, Tensor], set[str]]:
+) -> _Fit:
     """Compare weights with a model that is built without memory for its own.
 
     Args:
@@ -632,9 +624,8 @@ def _fitted(
         is_strict: refuse a dense network's weights for the experts.
 
     Returns:
-        The weights by the model's names, and the names of those that are missing. Only routers may
-        be: for a dense network's weights ``MoeMlp`` and the hooks of ``convert/hooks.py`` complete
-        the state dict.
+        What fits. Only routers may be missing: for a dense network's weights ``MoeMlp`` and the
+        hooks of ``convert/hooks.py`` complete the state dict.
 
     Raises:
         ValueError: if the model cannot be created, or the weights have other names or shapes than
@@ -656,7 +647,7 @@ def _fitted(
     require_kinds(taken, expected, path)
     if is_strict:
         _require_shapes(taken, expected)
-    return taken, expected.keys() - taken.keys()
+    return _Fit(blueprint, taken, expected.keys() - taken.keys())
 
 
 def _classifiers(model: nn.Module) -> list[str]:
@@ -673,20 +664,16 @@ def _require_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor
             raise ValueError(f"the weights hold {key} of shape {held}, the model one of {wanted}.")
 
 
-def _loaded(
-    blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_whole: bool = True
-) -> nn.Module:
-    """Create a model and load weights that fit it.
-
-    Unless the weights are whole, those that they lack are drawn.
+def _loaded(fit: _Fit, path: Path) -> nn.Module:
+    """Create a model and load weights that fit it; those that they lack are drawn.
 
     The model is not the one that was compared: buffers that no file holds have their values from
     the constructor.
     """
-    require_intact(path, weights)
-    with quick_init() if is_whole else nullcontext():
-        model = _create(blueprint)
-    model.load_state_dict(weights)
+    require_intact(path, fit.weights)
+    with nullcontext() if fit.missing else quick_init():
+        model = _create(fit.blueprint)
+    model.load_state_dict(fit.weights)
     return model
 
 

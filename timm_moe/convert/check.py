@@ -17,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..layers import Experts
 from ..layers.probe import probe
+from ..outputs import seeded
 from ..timm_classes import timm_classes
 from .split import ResidualFfn, SplitFfn
 
@@ -61,6 +62,8 @@ def names_in(model: nn.Module) -> dict[int, list[str]]:
 def check_network(path: str, network: nn.Module, names: Mapping[int, list[str]]) -> None:
     """Refuse a network that cannot become experts.
 
+    One whose weights are computed passes here: choosing it is an error (:func:`check_weights`).
+
     Args:
         path: name of the network in its model, for the message.
         network: the network.
@@ -69,7 +72,8 @@ def check_network(path: str, network: nn.Module, names: Mapping[int, list[str]])
     Raises:
         ValueError: if the network cannot become experts; the message says why.
     """
-    check_weights(path, network)
+    if any(map(computed_by, network.modules())):
+        return
     reason = _unfit(network, names)
     if reason is None and not is_known(network):
         reason = _mixing(network)
@@ -158,7 +162,7 @@ def _mixing(network: nn.Module) -> str | None:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(device)
 
-    with device, _same_draws(device):
+    with device, seeded(device):
         trial = copy.deepcopy(network).float().to_empty(device=device)
         for weight in trial.parameters():
             weight.copy_(random(*weight.shape) / width**0.5)
@@ -181,7 +185,7 @@ def _wrong_rows(network: nn.Module, x: Tensor) -> str | None:
     """Return what is wrong with a network's outputs of two images of two rows, (2, 2, D)."""
 
     def outputs_of(x: Tensor) -> Tensor:
-        with _same_draws(x.device):  # of dropout and noise
+        with seeded(x.device):  # of dropout and noise
             return network(x)
 
     rows = x.flatten(0, 1)
@@ -221,11 +225,6 @@ def _wrong_expert(network: nn.Module, experts: Experts, x: Tensor) -> str | None
         if _equal(experts.run(rows, ends)[:2], network(rows[:2])):
             return None
     return "an expert would not compute the same, as it does not find all weights in its submodules"
-
-
-def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Put a device's random generator back, at the end of the block, to where it was before."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _equal(actual: Tensor, expected: Tensor) -> bool:

@@ -20,7 +20,7 @@ def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
 def described(layers: Iterable[MoeMlp]) -> str:
     """Say in a sentence how many experts are where, and which router they have."""
     each = list(layers)
-    paths = [layer.path or "an expert layer" for layer in each]
+    paths = [layer.path for layer in each]
     where = paths[0] if len(each) == 1 else f"each of {len(each)} layers, {paths[0]} to {paths[-1]}"
     router = each[0].router
     options = router.extra_repr()
@@ -93,9 +93,9 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
         is_taken = not is_plain and next(owner.parameters(), None) is None
         if stacked.shape != shape or is_taken:
             raise ValueError(
-                f"The experts in {layer.path or 'an expert layer'} are not there as a whole, since "
-                f"a wrapper holds them in flat pieces ({name} should have the shape "
-                f"{tuple(shape)}): FullyShardedDataParallel does; take fully_shard (FSDP2) with "
+                f"The experts in {layer.path} are not there as a whole, since a wrapper holds "
+                f"them in flat pieces ({name} should have the shape {tuple(shape)}): "
+                "FullyShardedDataParallel does; take fully_shard (FSDP2) with "
                 "timm_moe.expert_placement, or work on the whole weights, within "
                 "FullyShardedDataParallel.summon_full_params or in a model that is not sharded."
             )

@@ -69,9 +69,7 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
                 continue  # It is found under its own name.
             found[path] = network
             try:
-                # A network whose weights are computed is not passed over: choosing it is an error.
-                if not any(map(computed_by, network.modules())):
-                    check_network(path, network, names)
+                check_network(path, network, names)
             except ValueError as error:
                 found[path] = str(error)
     refused = [reason.rstrip(".") for reason in found.values() if isinstance(reason, str)]

@@ -30,7 +30,7 @@ _MASKS = (
 )
 
 
-def add_hooks(model: nn.Module, paths: Iterable[str]) -> None:
+def add_hooks(model: nn.Module, layers: Iterable[MoeMlp]) -> None:
     """Add the hooks that a model with expert layers needs.
 
     They watch what the model loads, its forwards, and the masks that the blocks around the new
@@ -38,15 +38,15 @@ def add_hooks(model: nn.Module, paths: Iterable[str]) -> None:
 
     Args:
         model: the model.
-        paths: names of the new expert layers in the model.
+        layers: the new expert layers in the model.
     """
-    layers = {model.get_submodule(path) for path in paths}
+    own: set[nn.Module] = {*layers}
     _keep(model, model.register_load_state_dict_pre_hook(check_loaded_layers))
-    if any(isinstance(layer.router, RecordingRouter) for layer in layers):
+    if any(isinstance(layer.router, RecordingRouter) for layer in own):
         _keep(model, model.register_forward_pre_hook(begin_forward))
 
     # Several blocks may share a layer, so they are found by what they hold and not by its name.
-    for block in [block for block in model.modules() if layers.intersection(block.children())]:
+    for block in [block for block in model.modules() if own.intersection(block.children())]:
         for position, name in enumerate(inspect.signature(block.forward).parameters):
             if name in _MASKS:
                 hook = functools.partial(note_padding, name=name, position=position)

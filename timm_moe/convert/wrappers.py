@@ -49,11 +49,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
-def copy_sharing_tensors(model: ModelT) -> ModelT:
-    """Copy a module, but not its parameters and buffers."""
-    return copied(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-
-
 def copied(model: ModelT, memo: dict[int, Any]) -> ModelT:
     """Copy a module, but not the objects in ``memo``, which maps ids to what is taken instead.
 

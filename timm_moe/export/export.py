@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..checkpoints.description import SOURCE_PREFIXES
 from ..checkpoints.source import load_source, own_copy
 from ..convert.dense import to_dense_
 from ..convert.expert_layers import moe_layers, parameters
@@ -48,7 +49,7 @@ class Export:
     parameters: int
     largest_difference: float | None
     exact: bool
-    library: str = "timm"
+    library: str
 
 
 def export_dense(
@@ -156,7 +157,7 @@ def check_target(
         OSError: if the folder cannot be used, or holds something that may not be replaced.
         ValueError: if the name is no folder's, or the source is in the folder.
     """
-    if str(output_dir).startswith(("hf-hub:", "local-dir:")):
+    if str(output_dir).startswith(SOURCE_PREFIXES):
         raise ValueError(f"{output_dir} is a model name, but the output must be a local folder.")
     if not str(output_dir):
         raise ValueError("The output must be a folder, got an empty name.")
@@ -180,7 +181,7 @@ def opened(
     method: str | None = None,
     allow_nonfinite: bool = False,
 ) -> Format:
-    """Load a source, or copy a model in memory, and describe it; see :func:`described`."""
+    """Load a source, or copy a model in memory, and describe it; see :func:`checked_format`."""
     if isinstance(source, nn.Module):
         model = own_copy(source, settings.spec, settings.use_ema)
     else:
@@ -251,7 +252,7 @@ def write_dense(
     Its outputs must be the expert model's if the dense one computes the same function, else the
     dense one's.
     """
-    inputs = inputs_for(layout, settings.example_inputs)
+    inputs = inputs_for(layout.model, settings.example_inputs)
     layers = moe_layers(layout.model)
     has_exact_mean = all(layer.deploys_dense for layer in layers.values())
     exact = method == "average" and has_exact_mean
@@ -281,7 +282,7 @@ def write_moe(
 ) -> Written:
     """Write a described model with its experts; see :func:`export_moe`."""
     _require_registered_experts(layout.model)
-    inputs = inputs_for(layout, settings.example_inputs)
+    inputs = inputs_for(layout.model, settings.example_inputs)
     expected = source_outputs(layout.model, inputs, allow_nonfinite)
     return _write(layout, inputs, expected, True, target, overwrite)
 

@@ -27,11 +27,12 @@ from ..checkpoints.description import ENTRY
 from ..checkpoints.source import first_problem, own_numbering
 from ..console import shown
 from ..model_config import (
+    change_pretrained_cfg,
     get_pretrained_cfg,
     is_of_timm,
     model_input_size,
     records_arguments,
-    set_pretrained_cfg,
+    stated_names,
     untold_args,
 )
 from ..quick_init import quick_init
@@ -54,10 +55,6 @@ class TimmFormat:
     model_args: dict[str, Any]  # of timm.create_model, beside what timm has recorded
     loader: str  # name of the reader for error messages
     library = "timm"
-
-    def image_shape(self) -> tuple[int, ...]:
-        """Return the (C, H, W) of the images that the model takes."""
-        return model_input_size(self.model)
 
     def write(self, folder: Path) -> None:
         """Write the model's files and let go of the model.
@@ -94,22 +91,6 @@ class TransformersFormat:
     entries: dict[str, Any]
     library = "transformers"
 
-    def image_shape(self) -> tuple[int, ...]:
-        """Return the (C, H, W) of the images that the model takes.
-
-        Raises:
-            ValueError: if the model's config does not state them.
-        """
-        if self.model.main_input_name == "pixel_values":
-            for config in (self.model.config, getattr(self.model.config, "vision_config", None)):
-                size = getattr(config, "image_size", None)
-                channels = getattr(config, "num_channels", None)
-                if size and channels:
-                    return channels, *((size, size) if isinstance(size, int) else size)
-        raise ValueError(
-            "The model's config does not say which images the model takes: pass example_inputs."
-        )
-
     def write(self, folder: Path) -> None:
         """Write the model's files by its own ``save_pretrained``."""
         self.model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
@@ -137,11 +118,6 @@ class StateDictFormat:
     history: History
     entries: dict[str, Any]
     library = "pytorch"
-
-    def image_shape(self) -> tuple[int, ...] | None:
-        """Return the (C, H, W) of the model's images; None if it does not state them."""
-        size: Any = getattr(self.model, "image_size", None)  # of torchvision's VisionTransformer
-        return (3, size, size) if type(size) is int else None
 
     def write(self, folder: Path) -> None:
         """Write the model's state dict, and a config.json that names its class."""
@@ -220,16 +196,17 @@ def _describe(model: nn.Module, settings: ModelOptions, history: History) -> dic
     has_config = origin is not None and not origin.is_file
     is_known = has_config or history.base is not None
     license = settings.license or (cfg.get("license") if is_known else None)
-    # These entries may be those of the weights that training began from.
-    stale = ("tag", "license", "label_names", "label_descriptions")
-    kept = {name: value for name, value in cfg.items() if name not in stale}
+    # The entries that are taken out may be those of the weights that training began from.
+    change_pretrained_cfg(
+        model, tag=None, license=license or None, label_names=None, label_descriptions=None
+    )
     if not records_arguments():  # such a version of timm does not write what the model has become
-        kept |= {
-            "input_size": model_input_size(model),
-            "num_classes": model.num_classes,
-            "custom_load": False,
-        }
-    set_pretrained_cfg(model, {**kept, **({"license": license} if license else {})})
+        change_pretrained_cfg(
+            model,
+            input_size=model_input_size(model),
+            num_classes=model.num_classes,
+            custom_load=False,
+        )
     if getattr(model, "args_of_images", {}).get("task") == "multilabel":
         entries["problem_type"] = "multi_label_classification"  # for transformers
     return entries
@@ -246,14 +223,12 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
         return _checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
     if settings.label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")
-    cfg = get_pretrained_cfg(model)
-    names = cfg.get("label_names")
+    names = stated_names(model)
     if not names:
         return {}
-    if isinstance(names, dict):  # by number
-        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
+    descriptions = get_pretrained_cfg(model).get("label_descriptions")
     try:
-        labels = _checked_labels(model.num_classes, names, cfg.get("label_descriptions"))
+        labels = _checked_labels(model.num_classes, names, descriptions)
     except ValueError as error:
         _logger.warning("The names of classes in the source's config are left out: %s", error)
         return {}

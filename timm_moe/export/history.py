@@ -139,14 +139,6 @@ class History:
         return {name: value for name, value in asdict(self).items() if value != unknown[name]}
 
 
-def find_history(source: nn.Module | str | Path, model: nn.Module) -> History:
-    """Find the history of a source and the model that was loaded from it.
-
-    Of a model in memory nothing is known.
-    """
-    return History() if isinstance(source, nn.Module) else history_of(model)
-
-
 def history_of(model: nn.Module, method: str | None = None) -> History:
     """Find the history of a loaded model.
 

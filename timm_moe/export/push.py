@@ -5,30 +5,24 @@ import logging
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    get_session,
-)
+from huggingface_hub.utils import get_session
 from torch import nn
 
 from ..checkpoints.description import ENTRY
 from ..checkpoints.source import ModelSpec, folder_of, load_source, require_config
 from ..console import describe
 from ..convert.expert_layers import moe_layers
-from ..files import require_file
+from ..files import local_path, require_file
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import (
@@ -40,7 +34,7 @@ from .export import (
     write_dense,
     write_moe,
 )
-from .formats import Format, TimmFormat, drop_second_num_classes, load_checked, stated_labels
+from .formats import FILES, Format, drop_second_num_classes, load_checked, stated_labels
 from .history import History, public, recorded_history
 from .options import PushOptions
 from .verify import inputs_for, source_outputs
@@ -50,7 +44,7 @@ _logger = logging.getLogger(__name__)
 #: Seconds for which the Hub may be silent in any request; the client tries most of them six times.
 PATIENCE = 30
 #: Files of a repository; other files of a pushed folder are not uploaded.
-_FILES = ("config.json", "model.safetensors", "README.md")
+_FILES = (*FILES, "README.md")
 
 
 @dataclass(frozen=True)
@@ -59,25 +53,19 @@ class Push:
 
     Attributes:
         repo_url: address of the repository.
-        repo_id: ``user/name``.
+        model_name: name for ``timm.create_model``, if the model is one of timm's; with the revision
+            where that is not main.
         files: size of each file in bytes.
         card: text of README.md.
         url: of the commit or pull request; None after a dry run, and where the Hub had the same
             files already.
-        revision: to load it from, where that is not main.
     """
 
     repo_url: str
-    repo_id: str
+    model_name: str
     files: dict[str, int]
     card: str
     url: str | None
-    revision: str | None
-
-    @property
-    def model_name(self) -> str:
-        """Name for ``timm.create_model``, if the model is one of timm's."""
-        return PushOptions(repo_id=self.repo_id, revision=self.revision).model_name
 
 
 def push_dense(
@@ -184,28 +172,9 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
     """
     settings = PushOptions(repo_id=repo_id, private=private, **options)
     api = _log_in(settings)
-    folder = Path(str(folder).removeprefix("local-dir:"))
+    folder = local_path(folder)
     with _own_copy(folder, settings) as copy:
         return _publish_copy(copy, _loaded(copy, folder), settings, api)
-
-
-@contextmanager
-def client_output() -> Iterator[None]:
-    """Let the Hub's client log each line once, for the time of the block.
-
-    It shows progress bars on a terminal only.
-    """
-    logger = logging.getLogger("huggingface_hub")
-    hide = not are_progress_bars_disabled() and not sys.stderr.isatty()
-    propagate, logger.propagate = logger.propagate, False  # it has a handler of its own
-    if hide:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.propagate = propagate
-        if hide:
-            enable_progress_bars()
 
 
 # --- a folder and its card
@@ -259,8 +228,7 @@ def _loaded(copy: Path, folder: Path) -> nn.Module:
     try:
         model = load_source(copy)
         require_finite_weights(model)
-        layout = TimmFormat(model, History(), {}, {}, "timm")
-        source_outputs(model, inputs_for(layout, None), allow_nonfinite=False)
+        source_outputs(model, inputs_for(model, None), allow_nonfinite=False)
     except ValueError as error:
         raise ValueError(str(error).replace(str(copy), str(folder))) from error
     return model
@@ -327,7 +295,9 @@ def _publish(folder: Path, card: str, settings: PushOptions, api: HfApi | None) 
         with _asking_the_hub(settings):
             url, revision = _commit(api, files, settings)
     repo_url = f"{HfApi().endpoint}/{settings.repo_id}"
-    return Push(repo_url, settings.repo_id, sizes, text, url, revision)
+    # The Hub names the revision of a pull request.
+    model_name = replace(settings, revision=revision).model_name
+    return Push(repo_url, model_name, sizes, text, url)
 
 
 def _log_in(settings: PushOptions) -> HfApi | None:

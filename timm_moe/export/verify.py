@@ -1,7 +1,5 @@
 """Outputs of a model before and after its export, and their difference."""
 
-import copy
-import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +9,9 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
 from ..console import describe
-from .formats import Format, equal_with_nan
+from ..model_config import is_of_timm, model_input_size
+from ..outputs import outputs, tensors_in
+from .formats import equal_with_nan, is_of_transformers
 
 _logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 TOLERANCE = 1e-4
 
 
-def inputs_for(layout: Format, example_inputs: Any) -> Any:
+def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
     """Return the caller's example inputs, or two random images.
 
     They are in the model's type and on its device. The images are always the same.
@@ -28,14 +28,14 @@ def inputs_for(layout: Format, example_inputs: Any) -> Any:
     not say what it takes.
     """
     if example_inputs is None:
-        shape = layout.image_shape()
+        shape = _image_shape(model)
         if shape is None:
             _logger.warning(
                 "The model states no inputs, so its outputs are not compared: pass example_inputs."
             )
             return None
         example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    like = next(layout.model.parameters(), torch.empty(0))
+    like = next(model.parameters(), torch.empty(0))
 
     def moved(part: Any) -> Any:
         return (
@@ -47,11 +47,33 @@ def inputs_for(layout: Format, example_inputs: Any) -> Any:
     inputs = map_aggregate(
         dict(example_inputs) if isinstance(example_inputs, Mapping) else example_inputs, moved
     )
-    if not _tensors(inputs):
+    if not tensors_in(inputs):
         raise ValueError(
             "example_inputs hold no tensor: pass a tensor, a tuple of arguments or a dict by name."
         )
     return inputs
+
+
+def _image_shape(model: Any) -> tuple[int, ...] | None:
+    """Return the (C, H, W) of the images that a model takes; None if it does not state them.
+
+    Raises:
+        ValueError: if the config of a model of transformers does not.
+    """
+    if is_of_timm(model):
+        return model_input_size(model)
+    if not is_of_transformers(model):
+        size = getattr(model, "image_size", None)  # of torchvision's VisionTransformer
+        return (3, size, size) if type(size) is int else None
+    if model.main_input_name == "pixel_values":
+        for config in (model.config, getattr(model.config, "vision_config", None)):
+            size = getattr(config, "image_size", None)
+            channels = getattr(config, "num_channels", None)
+            if size and channels:
+                return channels, *((size, size) if isinstance(size, int) else size)
+    raise ValueError(
+        "The model's config does not say which images the model takes: pass example_inputs."
+    )
 
 
 def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
@@ -65,44 +87,17 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
     try:
         expected = outputs(model, inputs)
     except Exception as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(inputs))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(inputs))
         raise ValueError(
             f"The model does not run on inputs of shape {shapes}; pass example_inputs that it "
             f"takes: {describe(error)}"
         ) from error
-    if not allow_nonfinite and not all(tensor.isfinite().all() for tensor in _tensors(expected)):
+    if not allow_nonfinite and not all(tensor.isfinite().all() for tensor in tensors_in(expected)):
         raise ValueError(
             "The model's weights are finite, but its outputs on random images hold NaN or Inf; "
             "pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
         )
     return expected
-
-
-@torch.inference_mode()
-def outputs(model: nn.Module, inputs: Any) -> Any:
-    """Put a model in eval mode and run it in the type and on the device of its inputs."""
-    tensors = _tensors(inputs)
-    first = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
-    if any(
-        (tensor.device, tensor.dtype) != (first.device, first.dtype)
-        for tensor in model.parameters()
-    ):
-        dtype = first.dtype if first.is_floating_point() else None
-        # The model is copied, as its weights may be the caller's.
-        model = copy.deepcopy(model).to(device=first.device, dtype=dtype)
-    model.eval()
-    devices = [first.device] if first.is_cuda else []
-    # Some routers draw noise in eval mode, too, and some models draw a mask.
-    with torch.random.fork_rng(devices):
-        for generator in (
-            torch.default_generator,
-            *(torch.cuda.default_generators[at.index] for at in devices),
-        ):
-            # torch.manual_seed would also seed devices whose state is not put back.
-            generator.manual_seed(0)
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
@@ -113,7 +108,7 @@ def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
     """
     if inputs is None:
         return None
-    pairs = _tensors(expected), _tensors(outputs(loaded, inputs))
+    pairs = tensors_in(expected), tensors_in(outputs(loaded, inputs))
     if [tensor.shape for tensor in pairs[0]] != [tensor.shape for tensor in pairs[1]]:
         raise ValueError(
             "The exported model's outputs are not as many as the source's, or of other shapes."
@@ -134,16 +129,3 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
             "model_args=dict(act_layer='relu'), or undo it."
         )
     return difference
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """List the tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
-        return []
-    return [tensor for part in value for tensor in _tensors(part)]

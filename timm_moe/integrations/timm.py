@@ -61,6 +61,7 @@ from ..training.optimizers import (
     is_first_time,
     is_primary,
     layers_of_trained_experts,
+    parameter_ids,
     trained_layers,
 )
 from ..training.step import before_step
@@ -150,7 +151,7 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(create_scheduler_v2).bind(*args, **kwargs).arguments
     optimizer = arguments["optimizer"]
     register(optimizer)
-    trained = trained_layers(optimizer, living(MoeMlp))
+    trained = trained_layers(parameter_ids(optimizer), living(MoeMlp))
     routed = [layer for layer in trained if not isinstance(layer, EwaMlp)]
     if routed and is_primary():
         _logger.info(f"Routing: {described(routed)}")
@@ -163,7 +164,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
 
     Frozen experts may come to the optimizer later, so where there are only such, it waits for them.
     """
-    trained = layers_of_trained_experts(optimizer, living(MoeMlp))
+    trained = layers_of_trained_experts(parameter_ids(optimizer), living(MoeMlp))
     layers = [layer for layer in trained if layer.share_rate]
     if not trained:
         layers = [layer for layer in living(MoeMlp) if layer.share_rate and are_frozen([layer])]
@@ -182,7 +183,9 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
         if earlier.started:
             forget_updates(optimizer)
     # The run begins at update 0, unless the optimizer's state holds a count.
-    _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch).seek(0)
+    averaging = _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch)
+    if not averaging.updates:
+        averaging.seek(0)
 
 
 class _RunAveraging(ExpertWeightAveraging):
@@ -242,7 +245,7 @@ class _RunAveraging(ExpertWeightAveraging):
         epoch in which a recovery file was written, and another batch size makes other updates.
         """
         if not self.started and updates and updates % self.updates_per_epoch == 0:
-            self.go_to(updates)  # runs start with an epoch
+            self.seek(updates)  # runs start with an epoch
 
     def begin_anew(self, updates: int) -> None:
         """Take the position of the scheduler after the first step, if the count is ahead of it.
@@ -253,7 +256,7 @@ class _RunAveraging(ExpertWeightAveraging):
         if self.started and not self._has_begun:
             self._has_begun = True
             if 0 < updates < self.updates:
-                self.go_to(updates)
+                self.seek(updates)
 
 
 def _at_scheduler_step(method: Any, position: str) -> Any:

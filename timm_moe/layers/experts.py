@@ -95,7 +95,7 @@ class Experts(StackedParameters):
 
     Attributes:
         parts: M, the number of experts that join to one dense network.
-        path: name of the layer in its model, for messages.
+        path: name of the layer in its model, for messages; there are words for one without a model.
         dispatcher: what runs experts that other processes hold; None if this process has all.
 
     Raises:
@@ -104,7 +104,7 @@ class Experts(StackedParameters):
             be cut or drawn again.
     """
 
-    path: str = ""
+    path: str = "an expert layer"
     dispatcher: Dispatcher | None = None
     _ffn: nn.Module
     _grouped: nn.Module | None
@@ -262,9 +262,9 @@ class Experts(StackedParameters):
             module = attrgetter(path)(self)
             if type(module).__name__ in FREEING:
                 raise RuntimeError(
-                    f"{path} of the experts in {self.path or 'an expert layer'} is sharded by "
-                    "itself, so its weights are freed before the experts compute: shard the expert "
-                    "layer or its block instead."
+                    f"{path} of the experts in {self.path} is sharded by itself, so its weights "
+                    "are freed before the experts compute: shard the expert layer or its block "
+                    "instead."
                 )
             values = (
                 tuple(getattr(module, name) for name in names)
@@ -346,8 +346,8 @@ class Experts(StackedParameters):
         """Raise ValueError if there are names of modules with adapters or computed weights."""
         if names:
             raise ValueError(
-                f"{names[0]} of the experts in {self.path or 'an expert layer'} has adapters or "
-                f"computed weights, which {consequence}: merge adapters first, model = "
+                f"{names[0]} of the experts in {self.path} has adapters or computed weights, "
+                f"which {consequence}: merge adapters first, model = "
                 "model.merge_and_unload(), or take off what computes weights "
                 "(torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm, "
                 "parametrize.remove_parametrizations)."

@@ -163,9 +163,8 @@ class MoeMlp(Experts):
             return kept_whole(self, x)
         if not isinstance(self.router, Router):  # a wrapper hides its losses from auxiliary_loss
             raise ValueError(
-                f"The router of {self.path or 'an expert layer'} is a "
-                f"{type(self.router).__name__}, no Router: leave routers unwrapped, in PEFT out of "
-                "the targets and modules_to_save."
+                f"The router of {self.path} is a {type(self.router).__name__}, no Router: leave "
+                "routers unwrapped, in PEFT out of the targets and modules_to_save."
             )
         if self.padding is None and self._last_padding is None:
             return self.compute(x, routing)
@@ -201,9 +200,9 @@ class MoeMlp(Experts):
             return None
         if router.needs_whole_images and padding.any():
             raise ValueError(
-                f"The batch has padding, which the router of {self.path or 'an expert layer'} "
-                "cannot leave out, as it counts images: take router='top_k' without group_images "
-                "or an ensemble, or 'soft'."
+                f"The batch has padding, which the router of {self.path} cannot leave out, as it "
+                "counts images: take router='top_k' without group_images or an ensemble, or "
+                "'soft'."
             )
         return None if router.needs_whole_images else padding
 

@@ -226,9 +226,7 @@ class RecordingRouter(Router):
 
         Statistics stay.
         """
-        self._begin(Begun.NOTHING)
-        self.totals.lost = 0
-        self.totals.untrained.clear()
+        self.end_step()
         if self.balancing_bias is not None:
             self.balancing_bias.load = None
 

@@ -16,7 +16,7 @@ from timm.models import list_models, model_entrypoint
 from torch import nn
 
 from ..integrations.timm import add_module, build_instead
-from ..model_config import get_pretrained_cfg, set_pretrained_cfg
+from ..model_config import change_pretrained_cfg
 from .mixin import moe_class, note_dense_form
 from .variants import cfgs_like, register
 from .vision_transformer import MoeVisionTransformer
@@ -123,7 +123,7 @@ def _create(architecture: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.M
     entrypoint = model_entrypoint(architecture)
     model, stated = build_instead(entrypoint, expert_class, name, pretrained=pretrained, **kwargs)
     # Some of timm's entrypoints look up the config of the dense architecture before they build.
-    set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": name})
+    change_pretrained_cfg(model, architecture=name)
     # Some look up out_features by the pretrained tag, which an exported model does not have.
     looked_up = {option: value for option, value in stated.items() if option == "out_features"}
     note_dense_form(model, architecture, {**kwargs, **looked_up})

@@ -12,7 +12,7 @@ from ..convert.hooks import add_hooks
 from ..convert.registry import moe_options, nearest_option
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
-from ..model_config import get_pretrained_cfg, set_pretrained_cfg
+from ..model_config import RATES, change_pretrained_cfg
 
 #: Options that concern loading or training, not the architecture that an exported model must state.
 _NOT_ARCHITECTURE = (
@@ -118,7 +118,7 @@ class MoeMixin:
         self.__class__ = self.stock_class
         if architecture is None:  # The model was not made by timm's factory.
             return
-        set_pretrained_cfg(self, {**get_pretrained_cfg(self), "architecture": architecture})
+        change_pretrained_cfg(self, architecture=architecture)
         _note_args(self, args)
 
 
@@ -142,11 +142,10 @@ def architecture_args(kwargs: dict[str, Any]) -> dict[str, Any]:
     Options of experts and of loading are left out, and drop rates.
     """
     dropped = {*moe_options(kwargs.get("router", "random")), *_NOT_ARCHITECTURE}
-    rates = ("drop_rate", "drop_path_rate", "drop_block_rate")
     return {
         name: value
         for name, value in kwargs.items()
-        if name not in dropped and not name.endswith(rates)
+        if name not in dropped and not name.endswith(RATES)
     }
 
 
@@ -165,7 +164,7 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
         model.dense_architecture = architecture
         model.dense_args = architecture_args(kwargs)
     elif not any(isinstance(module, MoeMixin) for module in model.modules()):
-        add_hooks(model, moe_layers(model))
+        add_hooks(model, moe_layers(model).values())
 
 
 def state_as_stock(model: nn.Module) -> None:
@@ -177,7 +176,7 @@ def state_as_stock(model: nn.Module) -> None:
     if form is None:
         return
     architecture, args = form
-    set_pretrained_cfg(model, {**get_pretrained_cfg(model), "architecture": architecture})
+    change_pretrained_cfg(model, architecture=architecture)
     _note_args(model, args)
 
 

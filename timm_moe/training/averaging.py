@@ -19,9 +19,10 @@ from .optimizers import (
     is_primary,
     is_skipped,
     layers_of_trained_experts,
+    parameter_ids,
     require_parameters,
 )
-from .weight_average import Rate, average_all_
+from .weight_average import Rate, average_
 from .wrapped_optimizers import Steps, average_kept_, with_hooks
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def average_experts_(model: nn.Module, beta: float) -> None:
     for layer in layers:
         check_share_rate(beta, layer.num_experts, "beta", layer.parts)
     once = {id(stacked): stacked for layer in layers for stacked in _averageable(layer)}
-    average_all_((stacked, beta) for stacked in once.values())
+    average_((stacked, beta) for stacked in once.values())
     for layer in layers:
         layer.is_averaged_by_hand = True
 
@@ -170,7 +171,7 @@ class ExpertWeightAveraging:
         self._due: list[tuple[Tensor, Rate]] = []
         self._last_rate: Rate = 0.0
 
-        layers = layers_of_trained_experts(optimizer, self.layers())
+        layers = layers_of_trained_experts(parameter_ids(optimizer), self.layers())
         self._validate(model, optimizer, layers)
         self.has_experts = bool(layers) and not are_frozen(layers)
 
@@ -261,7 +262,7 @@ class ExpertWeightAveraging:
         if is_lost and is_first_time(optimizer, "no count"):
             _logger.warning(
                 "EWA: the state that the optimizer loaded has no count of updates, so the share "
-                f"rate goes on after update {int(self._count)}: averaging.go_to(0) begins anew."
+                f"rate goes on after update {int(self._count)}: averaging.seek(0) begins anew."
             )
         if any(count is not self._count for count in counts):
             self._write_count()
@@ -274,14 +275,6 @@ class ExpertWeightAveraging:
             group[UPDATES] = self._count
 
     def seek(self, updates: int) -> None:
-        """Continue after this many updates.
-
-        The call does nothing if a step has been taken or the optimizer's state had a count.
-        """
-        if not self.started and not self.updates:
-            self.go_to(updates)
-
-    def go_to(self, updates: int) -> None:
         """Continue after this many updates."""
         self._is_sought = True
         is_new = updates != self.updates
@@ -315,7 +308,7 @@ class ExpertWeightAveraging:
         if not self._steps.begin(optimizer):
             return
         self._due = []
-        self._due = self._experts_due(optimizer, held)
+        self._due = self._experts_due(held)
         is_known = self.started or self._is_sought or self.updates
         if not is_known and _has_stepped(optimizer) and is_first_time(optimizer, "seek"):
             _logger.warning(
@@ -324,9 +317,9 @@ class ExpertWeightAveraging:
                 "before; seek(0) begins."
             )
 
-    def _experts_due(self, optimizer: Optimizer, held: set[int]) -> list[tuple[Tensor, Rate]]:
+    def _experts_due(self, held: set[int]) -> list[tuple[Tensor, Rate]]:
         """Return the parameters to average at the end of the step that begins, with their rates."""
-        layers = layers_of_trained_experts(optimizer, self.layers(), held)
+        layers = layers_of_trained_experts(held, self.layers())
         if layers and not self.has_experts and not are_frozen(layers):  # They were frozen before.
             self.has_experts = True
             self._log_plan(layers)
@@ -397,7 +390,7 @@ class ExpertWeightAveraging:
         self.started = True
         count = self._counted().add_(1)
         self._last_rate = due[0][1] if due else 0.0
-        average_all_(due)
+        average_(due)
         average_kept_(self._steps.optimizers, due)
         can_tell = self.has_experts and not self._is_on_device
         is_beyond = can_tell and int(count) > 1.1 * self.total_updates

@@ -12,9 +12,10 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..convert.wrappers import is_sharded
 from ..layers import BalancingBias, MoeMlp
 from ..layers.living import living
-from .optimizers import is_distributed, is_first_time, is_skipped, trained_layers
+from .optimizers import is_distributed, is_first_time, is_skipped, parameter_ids, trained_layers
 from .router_losses import with_losses
 
 _logger = logging.getLogger(__name__)
@@ -31,12 +32,9 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     It comes after the step, which may run the forwards itself (Lightning, LBFGS).
     """
     layers = [
-        layer for layer in with_losses(living(MoeMlp)) if layer.router.balancing_bias is not None
-    ]
-    layers = [
         layer
-        for layer in with_losses(trained_layers(optimizer, layers))
-        if layer.router.balancing_bias.load is not None
+        for layer in with_losses(trained_layers(parameter_ids(optimizer), living(MoeMlp)))
+        if layer.router.balancing_bias is not None and layer.router.balancing_bias.load is not None
     ]
     # Without a choice there is nothing to do. So it is in an optimizer that works by another one,
     # whose step has moved the biases already.
@@ -48,10 +46,10 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     alone = [layer for layer in unknown if layer.router.balancing_bias.process_groups == ()]
     if alone and distributed.get_world_size() > 1 and is_first_time(optimizer, "balanced alone"):
         _logger.warning(
-            f"The balancing bias of {alone[0].path or 'an expert layer'} counts the choices of "
-            "this process alone, as neither a DistributedDataParallel nor a mesh (FSDP2) holds "
-            "it. If several processes train the layer as one, name their group: "
-            "router.balancing_bias.process_groups = (group,); else () says that it is right."
+            f"The balancing bias of {alone[0].path} counts the choices of this process alone, as "
+            "neither a DistributedDataParallel nor a mesh (FSDP2) holds it. If several processes "
+            "train the layer as one, name their group: router.balancing_bias.process_groups = "
+            "(group,); else () says that it is right."
         )
 
 
@@ -93,11 +91,8 @@ def _groups_of(layer: Any) -> tuple[Any, ...]:
 def _mesh_groups(layer: Any) -> tuple[Any, ...]:
     """Return the groups of the mesh over which a layer's router is spread, or else its experts."""
     parameters = (*layer.router.parameters(), *layer.parameters())
-    meshes = (
-        parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")
-    )
-    mesh = next(meshes, None)
-    return () if mesh is None else tuple(mesh.get_all_groups())
+    spread: Any = next(filter(is_sharded, parameters), None)
+    return () if spread is None else tuple(spread.device_mesh.get_all_groups())
 
 
 def _wrapper_groups(layer: Any) -> tuple[Any, ...]:

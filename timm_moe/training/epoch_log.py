@@ -15,7 +15,7 @@ from ..layers import MoeMlp
 from ..layers.living import living
 from ..layers.router_totals import Reader
 from .averaging import ExpertWeightAveraging
-from .optimizers import trained_layers
+from .optimizers import parameter_ids, trained_layers
 from .router_losses import summaries_for
 
 _logger = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
         epoch: number of the epoch.
         optimizer: optimizer of the run.
     """
-    layers = trained_layers(optimizer, living(MoeMlp))
+    layers = trained_layers(parameter_ids(optimizer), living(MoeMlp))
     if not layers:
         return
     averaging = ExpertWeightAveraging.of(optimizer)
     statistics: dict[str, Any] = {}
     for layer in layers:
-        path = layer.path or "experts"
+        path = layer.path
         statistics[path] = {"spread": relative_distance_to_mean(layer)}
         # There is no summary of a layer that was not trained, or has no losses.
         for summary in summaries_for(Reader.EPOCH, {path: layer}, reset=False).values():

@@ -65,11 +65,12 @@ def start_averaging(
     if not averaged:
         return None
     optimizer = with_hooks(optimizer)
-    if not layers_of_trained_experts(optimizer, averaged):
+    held = parameter_ids(optimizer)
+    if not layers_of_trained_experts(held, averaged):
         if not are_frozen(averaged):
             require_parameters(optimizer, model)
             return None
-        trains_others = not parameter_ids(optimizer).isdisjoint(map(id, model.parameters()))
+        trains_others = not held.isdisjoint(map(id, model.parameters()))
         # Nothing may ever be averaged, so a run without an end is no error.
         if not trains_others or not math.isfinite(total_updates) or total_updates < 1:
             return None
@@ -81,7 +82,8 @@ def start_averaging(
         )
     _end_earlier(optimizer, updates)
     averaging = Started(model, optimizer, total_updates=int(total_updates))
-    averaging.seek(updates)
+    if not averaging.updates:  # the optimizer's state has no count
+        averaging.seek(updates)
     return averaging
 
 

@@ -9,38 +9,30 @@ from torch.optim import Optimizer
 from ..layers import MoeMlp
 
 
-def trained_layers(
-    optimizer: Optimizer, layers: Iterable[MoeMlp], trained: set[int] | None = None
-) -> list[MoeMlp]:
+def trained_layers(held: set[int], layers: Iterable[MoeMlp]) -> list[MoeMlp]:
     """Select the layers of which an optimizer holds a parameter, be it their router's.
 
     Args:
-        optimizer: the optimizer.
+        held: ids of the optimizer's parameters (:func:`parameter_ids`).
         layers: the layers.
-        trained: ids of the optimizer's parameters, from a caller who has them.
     """
-    ids = parameter_ids(optimizer) if trained is None else trained
     return [
-        layer for layer in layers if any(id(parameter) in ids for parameter in layer.parameters())
+        layer for layer in layers if any(id(parameter) in held for parameter in layer.parameters())
     ]
 
 
-def layers_of_trained_experts(
-    optimizer: Optimizer, layers: Iterable[MoeMlp], trained: set[int] | None = None
-) -> list[MoeMlp]:
+def layers_of_trained_experts(held: set[int], layers: Iterable[MoeMlp]) -> list[MoeMlp]:
     """Select the layers whose experts are parameters of an optimizer, or are computed from some.
 
     Args:
-        optimizer: the optimizer.
+        held: ids of the optimizer's parameters (:func:`parameter_ids`).
         layers: the layers.
-        trained: ids of the optimizer's parameters, from a caller who has them.
     """
-    ids = parameter_ids(optimizer) if trained is None else trained
 
     def are_trained(layer: MoeMlp) -> bool:
         for name, parameter in layer.named_parameters():
             is_of_experts = name.partition(".")[0] not in ("router", "shared")
-            if is_of_experts and id(parameter) in ids:
+            if is_of_experts and id(parameter) in held:
                 return True
         return False
 

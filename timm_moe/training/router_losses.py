@@ -17,7 +17,7 @@ from ..convert.wrappers import unwrapped
 from ..layers import MoeMlp, RecordingRouter, RouterRecord
 from ..layers.living import find, living
 from ..layers.router_totals import KEPT, ForwardStatistics, Reader, RouterTotals, RoutingSummary
-from .optimizers import is_first_time, is_primary, trained_layers
+from .optimizers import is_first_time, is_primary, parameter_ids, trained_layers
 
 _logger = logging.getLogger(__name__)
 
@@ -193,8 +193,8 @@ def _warn_of_not_finite(layer: Any) -> None:
     bad, forwards = layer.router.totals.not_finite()
     if bad:
         _logger.warning(
-            f"The router of {layer.path or 'an expert layer'} had NaN or Inf in its logits in "
-            f"{bad} of its calls in the last {forwards} training forwards."
+            f"The router of {layer.path} had NaN or Inf in its logits in {bad} of its calls in the "
+            f"last {forwards} training forwards."
         )
 
 
@@ -236,10 +236,10 @@ def log_epoch(optimizer: Optimizer) -> None:
 
     This is called at the end of an epoch.
     """
-    for layer in with_losses(trained_layers(optimizer, living(MoeMlp))):
+    for layer in with_losses(trained_layers(parameter_ids(optimizer), living(MoeMlp))):
         totals = layer.router.totals
         _warn_of_not_finite(layer)
         summary = totals.summary(Reader.EPOCH)
         if summary is not None and is_primary():
-            _logger.info(f"Routing in {layer.path or 'an expert layer'}: {summary}.")
+            _logger.info(f"Routing in {layer.path}: {summary}.")
         totals.begin(Reader.EPOCH)

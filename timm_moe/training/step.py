@@ -45,10 +45,10 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     """Do what is due before a step in a process with expert layers."""
     held = parameter_ids(optimizer)
-    trained = trained_layers(optimizer, layers, held)
+    trained = trained_layers(held, layers)
     others = [layer for layer in layers if layer not in trained]
 
-    _refuse_older(optimizer, layers, held)
+    _refuse_older(layers, held)
     _refuse_dense_state(optimizer, trained)
 
     averaging = ExpertWeightAveraging.of(optimizer)
@@ -57,7 +57,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     for layer in trained:
         layer.calls_since_step = 0
     _warn_of_eval_mode(optimizer, trained)
-    _warn_without_averaging(optimizer, averaging, layers)
+    _warn_without_averaging(optimizer, layers, held)
 
     end_forwards(optimizer, trained, others)
     has_biases = any(layer.router.balancing_bias is not None for layer in with_losses(trained))
@@ -65,7 +65,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
         optimizer.register_step_post_hook(after_step)
 
 
-def _refuse_older(optimizer: Optimizer, layers: list[MoeMlp], held: set[int]) -> None:
+def _refuse_older(layers: list[MoeMlp], held: set[int]) -> None:
     """Refuse an optimizer that holds the parameters whose place experts took, but not the experts.
 
     Raises:
@@ -76,7 +76,7 @@ def _refuse_older(optimizer: Optimizer, layers: list[MoeMlp], held: set[int]) ->
         holds_replaced = any(
             parameter is not None and id(parameter) in held for parameter in replaced
         )
-        if not holds_replaced or layers_of_trained_experts(optimizer, [layer], held):
+        if not holds_replaced or layers_of_trained_experts(held, [layer]):
             continue
         if any(stacked.requires_grad for _, stacked in layer.named_expert_parameters()):
             raise ValueError(
@@ -116,7 +116,7 @@ def _warn_of_eval_mode(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
     transformers' ``from_pretrained`` returns a model in eval mode, and Lightning leaves it there.
     """
     names = [
-        layer.path or "an expert layer"
+        layer.path
         for layer in trained
         if not layer.training
         and any(
@@ -132,22 +132,18 @@ def _warn_of_eval_mode(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
         )
 
 
-def _warn_without_averaging(
-    optimizer: Optimizer, own: ExpertWeightAveraging | None, layers: list[MoeMlp]
-) -> None:
+def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp], held: set[int]) -> None:
     """Warn once of experts that have a share rate and are trained, but not averaged."""
     # The step may be a part of another optimizer's step, which averages.
-    averagings = [
-        each for each in living(ExpertWeightAveraging) if each is own or each.is_in_a_step()
-    ]
+    averagings = [each for each in living(ExpertWeightAveraging) if each.is_in_a_step()]
     averaged = {id(layer) for averaging in averagings for layer in averaging.layers()}
     left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     if not left_out:
         return
     # FSDP1 leaves a layer no parameter, so nobody knows which optimizer trains it.
     flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
-    trained = layers_of_trained_experts(optimizer, left_out)
-    names = [layer.path or "an expert layer" for layer in (*trained, *flat)]
+    trained = layers_of_trained_experts(held, left_out)
+    names = [layer.path for layer in (*trained, *flat)]
     # torch makes an optimizer's state by a step at rate 0, which needs no averaging. The rate may
     # be on a GPU, so it is read only where it matters.
     is_due = names and any(group.get("lr") != 0 for group in optimizer.param_groups)

@@ -16,27 +16,18 @@ _BLOCK = 2**17
 Rate = float | Tensor
 
 
-def average_(stacked: Tensor, beta: Rate) -> Tensor:
-    """Move E stacked tensors towards their mean, in place (EWA, eq. 6).
+@torch.no_grad()
+def average_(due: Iterable[tuple[Tensor, Rate]]) -> None:
+    """Move the experts of each stacked tensor towards their mean, in place (EWA, eq. 6).
 
     ``W_i <- (1 - beta) W_i + beta / (E - 1) sum_{j != i} W_j``. The mean stays, and every deviation
     from it is multiplied by ``1 - beta E / (E - 1)``.
 
     Args:
-        stacked: shape (E, ...). Of a sharded tensor (FSDP2) each process averages its part. If the
-            processes hold different experts, they call this together.
-        beta: share rate of this step.
-
-    Returns:
-        The same tensor.
+        due: tensors (E, ...), each with its share rate beta of this step. Of a sharded tensor
+            (FSDP2) each process averages its part. If the processes hold different experts, they
+            call this together.
     """
-    average_all_([(stacked, beta)])
-    return stacked
-
-
-@torch.no_grad()
-def average_all_(due: Iterable[tuple[Tensor, Rate]]) -> None:
-    """Do what :func:`average_` does to many tensors, each with its share rate."""
     parts: list[Tensor] = []
     means: list[Tensor] = []
     weights: list[Any] = []

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .weight_average import Rate, average_all_
+from .weight_average import Rate, average_
 
 #: Sequences of weights that optimizers keep in a parameter's state, by the entry that shows that an
 #: optimizer is of this kind.
@@ -155,9 +155,9 @@ def average_kept_(
                     )
                 target = _target_of_madgrad(state, _eps_of(optimizer, stacked))
                 averaged = target.clone()
-                average_all_([(averaged, rate)])
+                average_([(averaged, rate)])
                 state["x0"] += averaged - target
-    average_all_(kept.values())
+    average_(kept.values())
 
 
 def _eps_of(optimizer: Optimizer, stacked: Tensor) -> float:

@@ -242,7 +242,7 @@ def test_files_are_read_before_the_images_are_run_on(splits, tmp_path, monkeypat
     def damaged(*_):
         raise ValueError("damaged")
 
-    monkeypatch.setattr("timm_moe.analysis.report.find_history", damaged)
+    monkeypatch.setattr("timm_moe.analysis.report.history_of", damaged)
     monkeypatch.setattr(
         "timm_moe.analysis.report.observe", lambda *_: pytest.fail("The images were run on.")
     )

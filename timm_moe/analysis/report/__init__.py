@@ -10,7 +10,7 @@ from timm.data import ImageDataset
 from torch import nn
 
 from ...checkpoints.source import ModelSpec
-from ...export.history import find_history
+from ...export.history import history_of
 from ...files import written_whole
 from ...model_config import get_pretrained_cfg
 from ..data import (
@@ -86,9 +86,9 @@ def write_report(
         model_section(
             model,
             measure(copy.deepcopy(model).to("meta", torch.float32), name),
-            find_history(source, model),
+            history_of(model),
         )
-        for source, name, model in zip(sources, architectures, models, strict=True)
+        for name, model in zip(architectures, models, strict=True)
     ]
 
     sections: list[dict[str, Section]] = [{}, {}, {}, {}]
