@@ -108,6 +108,16 @@ def test_values_and_gradients_are_those_of_a_cpu(device, kind, network, dtype):
             )
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_outputs_under_autocast_have_the_type_of_a_dense_networks(device, top_k):
+    network = NETWORKS["Mlp"]()
+    router = TopKRouter(WIDTH, 4, top_k, capacity_factor=1.0)
+    layer = MoeMlp(network, router, 4).to(device)
+    x = torch.randn(2, 5, WIDTH, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        assert layer(x).dtype == network.to(device)(x).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("end_device", ["cpu", "device"])
 @pytest.mark.parametrize("width", [16, 12])
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -141,11 +141,17 @@ def test_autocast_and_dtypes_as_a_linear_layer():
             grouped_linear(x, wrong, bias, Runs(end))
 
 
-@pytest.mark.parametrize(("sizes", "after"), [([4, 0, 9], 3), ([0, 8], 0), ([5], 0)])
-def test_what_a_gpu_would_run(sizes, after):
+@pytest.mark.parametrize(
+    ("sizes", "after", "is_full"),
+    [([4, 0, 9], 3, False), ([4, 0, 9], 0, True), ([0, 8], 0, False), ([0, 8], 0, True)],
+)
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_what_a_gpu_would_run(sizes, after, is_full, with_gradients):
     """torch.nn.functional.grouped_mm is slow here, but here."""
     x, weight, bias, end = (t.detach() for t in tensors(sizes, 16, 8, torch.bfloat16, after=after))
-    runs, by_offsets = Runs(end), grouped.runs_by_offsets(end, len(x))
+    with torch.set_grad_enabled(with_gradients):
+        runs, by_offsets = Runs(end), grouped.runs_by_offsets(end, len(x), is_full)
+    assert (by_offsets.is_after is None) == is_full
     with_bias = grouped_linear(x, weight, bias, runs)
     tolerance = dict(rtol=TOLERANCE[torch.bfloat16], atol=TOLERANCE[torch.bfloat16])
     for arguments in (

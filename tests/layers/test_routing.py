@@ -10,11 +10,13 @@ from common import SMALL_VIT, TINY
 from devices import equal_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timm.layers import Mlp
+from timm.layers import GluMlp, Mlp, SwiGLU
+from torch import nn
 
 import timm_moe
-from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter
-from timm_moe.layers.dispatch import combine, expert_capacity
+from timm_moe.layers import EwaMlp, ImageRouter, MoeMlp, TopKRouter, routing_to
+from timm_moe.layers.dispatch import assign, combine, expert_capacity, partition, queue
+from timm_moe.layers.functional import Mode
 from timm_moe.layers.router import generator_device
 
 
@@ -517,3 +519,67 @@ def test_bfloat16_is_as_exact_as_a_loop_of_linear_layers(top_k, are_equal):
         strict=True,
     ):
         assert error(got, true) <= 1.5 * error(plain, true)
+
+
+@pytest.mark.parametrize("are_equal", [True, False])
+@pytest.mark.parametrize(
+    ("router", "options"),
+    [
+        (TopKRouter, dict(top_k=1)),
+        (TopKRouter, dict(top_k=2, capacity_factor=0.5)),
+        (ImageRouter, dict(top_k=2)),
+    ],
+)
+def test_rows_are_cast_before_they_are_gathered_to_the_same_values(
+    are_equal, router, options, monkeypatch
+):
+    torch.manual_seed(0)
+    layer = MoeMlp(Mlp(8, 16), router(8, 4, **options), 4, "independent")
+    x = torch.randn(3, 6, 8, requires_grad=True)
+    outcomes = []
+    for casts in (True, False):
+        if not casts:
+            monkeypatch.setattr(MoeMlp, "dtype_of_rows", lambda *_: None)
+        with equal_slots(are_equal), torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        gradients = torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
+        outcomes.append([y, *gradients])
+    for cast, gathered in zip(*outcomes, strict=True):
+        assert cast.dtype == gathered.dtype
+        assert torch.equal(cast, gathered)
+
+
+@pytest.mark.parametrize(
+    ("network", "dtype"),
+    [(Mlp, torch.bfloat16), (GluMlp, torch.bfloat16), (SwiGLU, None), (nn.Sequential, None)],
+)
+def test_only_rows_that_one_linear_layer_takes_are_cast_before(network, dtype):
+    ffn = nn.Sequential(nn.Linear(8, 8)) if network is nn.Sequential else network(8, 16)
+    layer = MoeMlp(ffn, TopKRouter(8, 4), 4)
+    x = torch.randn(3, 8)
+    assert layer.dtype_of_rows(x, Mode.EAGER) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.dtype_of_rows(x, Mode.EAGER) is dtype
+        assert layer.dtype_of_rows(x, Mode.COMPILED) is None
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(1, 12), experts=st.integers(1, 5), data=st.data())
+def test_a_routing_that_calls_itself_full_has_no_slot_after_the_last_run(rows, experts, data):
+    choices = data.draw(st.integers(1, experts))
+    expert_TK = torch.stack([torch.randperm(experts)[:choices] for _ in range(rows)])
+    gate_TK = torch.rand(rows, choices)
+    is_chosen_TK = torch.rand(rows, choices) < data.draw(st.sampled_from([0.5, 1.0]))
+    is_chosen_TK[:, 0] = True
+    queues = queue(expert_TK[None], experts)
+    routings = [
+        routing_to(expert_TK, gate_TK, experts),
+        routing_to(expert_TK, gate_TK, experts, is_chosen_TK),
+        assign(expert_TK[None], gate_TK[None], queues, capacity=1),
+        partition(torch.randperm(rows), experts, Mode.EAGER),
+    ]
+    assert [routing.is_full for routing in routings] == [True, False, False, True]
+    for routing in routings:
+        if routing.is_full:
+            assert routing.offsets[-1] == len(routing.token_indices)
+            assert routing.for_all_rows(3).is_full

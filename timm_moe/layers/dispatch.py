@@ -46,6 +46,7 @@ class Routing(NamedTuple):
         starts: (T,) place in ``slots`` where the slots of each row begin, if rows have different
             numbers of experts; else None.
         chosen: (T, K) expert of each choice before capacities drop some; None if the slots tell it.
+        is_full: whether it is known that no slot is past the last end.
     """
 
     token_indices: Tensor
@@ -56,6 +57,7 @@ class Routing(NamedTuple):
     is_dropped: Tensor | None = None
     starts: Tensor | None = None
     chosen: Tensor | None = None
+    is_full: bool = False
 
     def experts(self) -> Tensor:
         """Return the expert of each choice, (T, K), and E for a dropped choice.
@@ -148,6 +150,7 @@ class Routing(NamedTuple):
             ),
             is_dropped=spread(self.is_dropped),
             chosen=spread(self.chosen),
+            is_full=self.is_full,
         )
 
 
@@ -255,7 +258,8 @@ def equal_runs(
     """
     if has_equal_slots(device, mode):
         return {"slots_per_expert": slots_per_expert}
-    return {"offsets": torch.arange(1, num_experts + 1, device=device) * slots_per_expert}
+    offsets = torch.arange(1, num_experts + 1, device=device) * slots_per_expert
+    return {"offsets": offsets, "is_full": True}
 
 
 def partition(row_T: Tensor, num_experts: int, mode: Mode) -> Routing:
@@ -272,7 +276,8 @@ def partition(row_T: Tensor, num_experts: int, mode: Mode) -> Routing:
     quotient, remainder = rows // num_experts, rows % num_experts  # torch.compile knows no divmod
     if not has_equal_slots(row_T.device, mode):
         number_E = torch.arange(1, num_experts + 1, device=row_T.device)
-        return Routing(row_T, number_E * quotient + number_E.clamp(max=remainder))
+        end_E = number_E * quotient + number_E.clamp(max=remainder)
+        return Routing(row_T, end_E, is_full=True)
     if not remainder:
         return Routing(row_T, slots_per_expert=quotient)
     # The later parts leave their last slot empty.
@@ -421,6 +426,7 @@ def assign(
         of_expert,
         is_dropped_TK,
         chosen=expert_GSK.flatten(0, 1),
+        is_full=capacity is None,
     )
 
 
@@ -468,7 +474,7 @@ def routing_to(
     offsets, slots = routing.offsets, routing.slots
     assert offsets is not None
     assert slots is not None
-    routing = routing._replace(offsets=offsets[:-1])
+    routing = routing._replace(offsets=offsets[:-1], is_full=False)
     is_on_host = expert_TK.is_cpu and type(expert_TK) is Tensor  # with values, as no fake tensor
     if mode is not Mode.EAGER or not is_on_host:
         return routing
@@ -479,14 +485,21 @@ def routing_to(
     )
 
 
-def dispatch(x_TD: Tensor, routing: Routing) -> Tensor:
-    """Return the experts' input, (N, D), whose row i is row ``token_indices[i]`` of ``x_TD``."""
+def dispatch(x_TD: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the experts' input, (N, D), whose row i is row ``token_indices[i]`` of ``x_TD``.
+
+    Args:
+        x_TD: the rows.
+        routing: the routing.
+        dtype: type to which the rows are cast first; None for their own. Gradients of the slots are
+            summed in the type of ``x_TD``.
+    """
     slots = routing.slots
     # The derivative sums the slots of each row.
     if slots is not None and _sums_in_one_pass(x_TD, routing):
         starts_T = torch.arange(0, slots.numel(), slots.shape[1])
-        return _to_experts(x_TD, routing.token_indices, slots.flatten(), starts_T)
-    return _to_experts(x_TD, *_way(routing))
+        return _to_experts(x_TD, routing.token_indices, slots.flatten(), starts_T, dtype)
+    return _to_experts(x_TD, *_way(routing), dtype)
 
 
 def combine(y_ND: Tensor, routing: Routing) -> Tensor:
@@ -508,7 +521,8 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
     y_KTD = _to_rows(y_ND, *_way(routing), is_dropped_M1).unflatten(0, routing.slots.shape[::-1])
     if gates is not None:
         y_KTD = y_KTD * gates.t().contiguous().unsqueeze(2)
-    return y_KTD.squeeze(0) if y_KTD.shape[0] == 1 else y_KTD.sum(0)
+    # Without the dtype a GPU's autocast would sum to float32, unlike a dense network's output.
+    return y_KTD.squeeze(0) if y_KTD.shape[0] == 1 else y_KTD.sum(0, dtype=y_KTD.dtype)
 
 
 def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
@@ -562,23 +576,25 @@ class _ToExperts(torch.autograd.Function):
         token_N: Tensor,
         slot_M: Tensor | None,
         starts_T: Tensor | None,
+        dtype: torch.dtype | None,
     ) -> Tensor:
-        return x_TD.index_select(0, token_N)
+        return (x_TD if dtype is None else x_TD.to(dtype)).index_select(0, token_N)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_TD, *way = inputs
-        ctx.rows = x_TD.shape[0]
+        x_TD, *way, _ = inputs
+        ctx.rows, ctx.dtype = x_TD.shape[0], x_TD.dtype
         ctx.save_for_backward(*way)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         token_N, slot_M, starts_T = ctx.saved_tensors
         # The experts' outputs for dropped choices get no gradient, so their slots need no mask.
+        grad_ND = grad_ND if starts_T is None else grad_ND.to(ctx.dtype)
         grad = _to_rows(grad_ND, token_N, slot_M, starts_T, None)
         if grad.shape[0] != ctx.rows:
-            grad = grad.unflatten(0, (-1, ctx.rows)).sum(0)
-        return grad, None, None, None
+            grad = grad.unflatten(0, (-1, ctx.rows)).sum(0, dtype=ctx.dtype)
+        return grad.to(ctx.dtype), None, None, None, None
 
 
 class _ToRows(torch.autograd.Function):

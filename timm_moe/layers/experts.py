@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .checks import check_choice
 from .expert_dispatcher import Dispatcher
 from .fine_grained import HiddenUnits
-from .functional import Mode, call_with, current_mode, is_intercepted
+from .functional import Mode, autocast_dtype, call_with, current_mode, is_intercepted
 from .grouped import Runs, runs_of, sizes_of_runs
 from .grouped_network import grouped_form
 from .probe import probe, without_values
@@ -354,6 +354,26 @@ class Experts(StackedParameters):
             )
 
     @property
+    def is_of_timm(self) -> bool:
+        """Whether the network is one of timm's, which begins and ends with a linear layer.
+
+        They are known by their module, since this package of layers imports no timm.
+        """
+        return type(self._ffn).__module__ == "timm.layers.mlp"
+
+    def dtype_of_rows(self, x: Tensor, mode: Mode) -> torch.dtype | None:
+        """Return the type to which to cast rows before they are gathered; None for their own.
+
+        Under autocast a linear layer casts its input. There may be more slots than rows, and to
+        gather float32 moves more bytes. Two layers may take the rows (SwiGLU): their gradients are
+        to be summed in the type of the rows, so that these are not cast before. A compiler orders
+        casts by itself.
+        """
+        matrices = sum(len(shape) == 3 for shape in self.stacked_shapes.values())
+        may_cast = mode is Mode.EAGER and self.is_grouped and self.is_of_timm and matrices == 2
+        return autocast_dtype(x) if may_cast else None
+
+    @property
     def is_grouped(self) -> bool:
         """Whether the network runs once over the rows of all experts."""
         return self._grouped is not None
@@ -364,6 +384,7 @@ class Experts(StackedParameters):
         end_E: Tensor | None,
         slots_per_expert: int | None = None,
         mode: Mode | None = None,
+        is_full: bool = False,
     ) -> Tensor:
         """Apply each expert to its run of rows.
 
@@ -374,17 +395,24 @@ class Experts(StackedParameters):
             end_E: end of each expert's run; None if all have ``slots_per_expert`` rows.
             slots_per_expert: number of rows of each expert, or None.
             mode: mode of the call; by default the present one.
+            is_full: whether it is known that no row is after the last run.
 
         Returns:
             The outputs, (N, width), which are zero after the last run.
         """
-        run = partial(self._run, mode=mode or current_mode())
+        run = partial(self._run, mode=mode or current_mode(), is_full=is_full)
         if self.dispatcher is not None:
             return self.dispatcher.run(run, x_ND, end_E, slots_per_expert)
         return run(x_ND, end_E, slots_per_expert)
 
     def _run(
-        self, x_ND: Tensor, end_E: Tensor | None, slots_per_expert: int | None = None, *, mode: Mode
+        self,
+        x_ND: Tensor,
+        end_E: Tensor | None,
+        slots_per_expert: int | None = None,
+        *,
+        mode: Mode,
+        is_full: bool = False,
     ) -> Tensor:
         """Do what :meth:`run` does with the experts of this process."""
         if slots_per_expert is not None:
@@ -394,16 +422,15 @@ class Experts(StackedParameters):
             *parts, rest = x_ND.split(sizes_of_runs(end_E, x_ND))
             outputs = [network(rows) for network, rows in zip(self.each(mode), parts, strict=True)]
             return torch.cat([*outputs, outputs[0].new_zeros(rest.shape[0], outputs[0].shape[1])])
-        runs = runs_of(end_E, x_ND, *self._widths)
+        runs = runs_of(end_E, x_ND, *self._widths, is_full=is_full)
         tensors: dict[str, Tensor | None] = {**self.expert_weights()}
         for path in self._weights:
             tensors |= {
                 f"{path}.{name}".strip("."): value
                 for name, value in zip(Runs._fields, runs, strict=True)
             }
-        # The last layer of timm's networks is linear, and so leaves zeros after the last run. They
-        # are known by their module, since this package of layers imports no timm.
-        if type(self._ffn).__module__ == "timm.layers.mlp":
+        # A linear layer leaves zeros after the last run.
+        if is_full or self.is_of_timm:
             return self._call(self._grouped, tensors, x_ND, mode)
         # A network that divides by a norm makes NaN of zeros, so rows after the last run and their
         # gradients are masked.

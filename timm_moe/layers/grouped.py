@@ -30,8 +30,10 @@ class Runs(NamedTuple):
         end: (E,) integers that do not decrease, at most N.
         expert: (N,) expert of each row, and some expert after the last run, where products are by
             offsets on a GPU. Elsewhere it is None, and each product reads ``end`` on the host.
-        is_after: (N, 1) whether a row is after the last run; None without ``expert``.
-        is_idle: (E, 1, 1) whether an expert has no rows; None without ``expert``.
+        is_after: (N, 1) whether a row is after the last run; None without ``expert``, and where it
+            is known that none is.
+        is_idle: (E, 1, 1) whether an expert has no rows; None without ``expert``, and without
+            gradients.
     """
 
     end: Tensor
@@ -39,32 +41,45 @@ class Runs(NamedTuple):
     is_after: Tensor | None = None
     is_idle: Tensor | None = None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that are there."""
-        return tuple(tensor for tensor in self if tensor is not None)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return what the products need."""
+        return (self.end,) if self.expert is None else tuple(self)
 
 
-def runs_of(end_E: Tensor, x_ND: Tensor, *widths: int) -> Runs:
-    """Prepare products of rows with matrices of these widths; the host waits here, if at all."""
+def runs_of(end_E: Tensor, x_ND: Tensor, *widths: int, is_full: bool = False) -> Runs:
+    """Prepare products of rows with matrices of these widths; the host waits here, if at all.
+
+    Args:
+        end_E: end of each expert's run.
+        x_ND: the rows.
+        widths: of the matrices.
+        is_full: whether it is known that no row is after the last run.
+    """
     if end_E.is_cpu or end_E.is_meta:
         return Runs(end_E)
     return (
-        runs_by_offsets(end_E, x_ND.shape[0])
+        runs_by_offsets(end_E, x_ND.shape[0], is_full)
         if multiplies_by_offsets(x_ND, *widths)
         else Runs(end_E.cpu())
     )
 
 
-def runs_by_offsets(end_E: Tensor, rows: int) -> Runs:
-    """Prepare products that read nothing on the host."""
+def runs_by_offsets(end_E: Tensor, rows: int, is_full: bool = False) -> Runs:
+    """Prepare products that read nothing on the host; see :func:`runs_of`."""
     end_E = end_E.int()
     row_N = torch.arange(rows, device=end_E.device, dtype=torch.int32)
     expert_N = torch.searchsorted(end_E, row_N, right=True)
-    is_idle_E = end_E.diff(prepend=end_E.new_zeros(1)) == 0
+    # Only gradients of weights need the experts without rows.
+    is_idle_E11 = _are_idle(end_E) if torch.is_grad_enabled() else None
+    if is_full:
+        return Runs(end_E, expert_N, None, is_idle_E11)
     is_after_N1 = (expert_N == end_E.shape[0]).unsqueeze(1)
-    return Runs(
-        end_E, expert_N.clamp(max=end_E.shape[0] - 1), is_after_N1, is_idle_E.view(-1, 1, 1)
-    )
+    return Runs(end_E, expert_N.clamp(max=end_E.shape[0] - 1), is_after_N1, is_idle_E11)
+
+
+def _are_idle(end_E: Tensor) -> Tensor:
+    """Tell for each expert, (E, 1, 1), if it has no rows."""
+    return (end_E.diff(prepend=end_E.new_zeros(1)) == 0).view(-1, 1, 1)
 
 
 def batched_linear(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) -> Tensor:
@@ -207,7 +222,7 @@ class _Outer(torch.autograd.Function):
 _linear, _outer = caller(_Linear, is_operator=True), caller(_Outer, is_operator=True)
 
 _HOST = torch.Tag.cudagraph_unsafe
-_RUNS = "Tensor end, Tensor expert, Tensor is_after, Tensor is_idle"
+_RUNS = "Tensor end, Tensor expert, Tensor? is_after, Tensor? is_idle"
 # The first two operators read their last tensor on the host, which a CUDA graph would not repeat.
 for _name, _schema, _tags in (
     ("grouped_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor end) -> Tensor", _HOST),
@@ -301,7 +316,7 @@ def multiplies_by_offsets(x_ND: Tensor, *widths: int) -> bool:
 
 
 def _linear_by_offsets(
-    x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Tensor
+    x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, *of_rows: Any
 ) -> Tensor:
     """Compute all products at once on a GPU, without a wait for the lengths."""
     end_E, expert_N, is_after_N1, _ = of_rows
@@ -313,14 +328,14 @@ def _linear_by_offsets(
         y_NH = nn.functional.grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E)
     if bias_EH is not None:
         bias_NH = bias_EH.index_select(0, expert_N)
-        y_NH = bias_NH if y_NH is None else y_NH + bias_NH
+        y_NH = bias_NH if y_NH is None else y_NH.add_(bias_NH)
     assert y_NH is not None
     # grouped_mm does not write rows after the last run.
-    return y_NH.masked_fill_(is_after_N1, 0)
+    return y_NH if is_after_N1 is None else y_NH.masked_fill_(is_after_N1, 0)
 
 
 def _outer_by_offsets(
-    y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Tensor
+    y_NH: Tensor, x_ND: Tensor, with_sum: bool, *of_rows: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute all products and sums at once on a GPU, without a wait for the lengths."""
     end_E, expert_N, is_after_N1, is_idle_E11 = of_rows
@@ -331,12 +346,13 @@ def _outer_by_offsets(
     else:
         product_EHD = nn.functional.grouped_mm(y_NH.t(), x_ND, offs=end_E)
         # grouped_mm does not write the products of experts without rows.
-        product_EHD.masked_fill_(is_idle_E11, 0)
+        product_EHD.masked_fill_(_are_idle(end_E) if is_idle_E11 is None else is_idle_E11, 0)
     if not with_sum:
         return product_EHD, y_NH.new_empty(experts, 0)
     # The sums are a product, since sums by atomic operations would differ from run to run.
     is_of_EN = torch.eq(torch.arange(experts, device=end_E.device).unsqueeze(1), expert_N)
-    is_of_EN = is_of_EN.masked_fill(is_after_N1.t(), False)
+    if is_after_N1 is not None:
+        is_of_EN = is_of_EN.masked_fill(is_after_N1.t(), False)
     return product_EHD, is_of_EN.to(y_NH.dtype) @ y_NH
 
 
@@ -366,7 +382,7 @@ def _check_devices(*tensors: Tensor | None) -> None:
 
 
 def _linear_of_shapes(
-    x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *of_rows: Tensor
+    x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, end_E: Tensor, *of_rows: Any
 ) -> Tensor:
     """Return an empty result of :class:`_Linear`.
 
@@ -383,7 +399,7 @@ def _linear_of_shapes(
 
 
 def _outer_of_shapes(
-    y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *of_rows: Tensor
+    y_NH: Tensor, x_ND: Tensor, with_sum: bool, end_E: Tensor, *of_rows: Any
 ) -> tuple[Tensor, Tensor]:
     """Return empty results of :class:`_Outer`.
 

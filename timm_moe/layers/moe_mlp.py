@@ -181,8 +181,12 @@ class MoeMlp(Experts):
         padding = self.padding_of(x)
         if padding is None:
             return self.compute(x, routing)
-        y_VD = self.compute(x[~padding], routing)
-        return y_VD.new_zeros(*x.shape[:-1], y_VD.shape[-1]).index_put((~padding,), y_VD)
+        # The host waits here alone: a boolean index would wait at each use, also in backward.
+        place_V = padding.logical_not().flatten().nonzero().squeeze(1)
+        x_TD = x.flatten(0, -2)
+        y_VD = self.compute(x_TD.index_select(0, place_V), routing)
+        y_TD = y_VD.new_zeros(x_TD.shape[0], y_VD.shape[1]).index_copy(0, place_V, y_VD)
+        return y_TD.unflatten(0, x.shape[:-1])
 
     def padding_of(self, x: Tensor) -> Tensor | None:
         """Return which rows of x are padding to leave out, (...), or None.
@@ -218,7 +222,11 @@ class MoeMlp(Experts):
             y_TD = self._weigh_all(x_TD, routing, mode)
         else:  # A dispatcher computes outside of compiled code.
             y_ND = self.run(
-                dispatch(x_TD, routing), routing.offsets, routing.slots_per_expert, mode
+                dispatch(x_TD, routing, self.dtype_of_rows(x_TD, mode)),
+                routing.offsets,
+                routing.slots_per_expert,
+                mode,
+                routing.is_full,
             )
             y_TD = combine(y_ND, routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
