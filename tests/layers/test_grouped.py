@@ -143,7 +143,13 @@ def test_autocast_and_dtypes_as_a_linear_layer():
 
 @pytest.mark.parametrize(
     ("sizes", "after", "is_full"),
-    [([4, 0, 9], 3, False), ([4, 0, 9], 0, True), ([0, 8], 0, False), ([0, 8], 0, True)],
+    [
+        ([4, 0, 9], 3, False),
+        ([4, 0, 9], 0, True),
+        ([0, 8], 0, False),
+        ([5], 0, False),
+        ([5], 0, True),
+    ],
 )
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_what_a_gpu_would_run(sizes, after, is_full, with_gradients):

@@ -14,7 +14,19 @@ from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import nn
 
 import timm_moe
-from timm_moe.layers import EwaMlp, ImageRouter, MoeMlp, TopKRouter, routing_to
+from timm_moe.layers import (
+    EnsembleRouter,
+    EwaMlp,
+    ExpertChoiceRouter,
+    ImageRouter,
+    MoeMlp,
+    MultiHeadRouter,
+    PartitionedRouter,
+    RandomPartition,
+    TilingRouter,
+    TopKRouter,
+    routing_to,
+)
 from timm_moe.layers.dispatch import assign, combine, expert_capacity, partition, queue
 from timm_moe.layers.functional import Mode
 from timm_moe.layers.router import generator_device
@@ -583,3 +595,26 @@ def test_a_routing_that_calls_itself_full_has_no_slot_after_the_last_run(rows, e
         if routing.is_full:
             assert routing.offsets[-1] == len(routing.token_indices)
             assert routing.for_all_rows(3).is_full
+
+
+FULL = {
+    "top-k": lambda: TopKRouter(8, 4, 2, capacity_factor=None),
+    "top-k with a capacity": lambda: TopKRouter(8, 4, 2),
+    "image-level": lambda: ImageRouter(8, 4, 2),
+    "pBE": lambda: EnsembleRouter(8, 4, 2, ensemble_size=2),
+    "tiling": lambda: TilingRouter(8, 4, 2, ensemble_size=2, noise_std=1.0),
+    "partitioning": lambda: PartitionedRouter(8, 4, 2, ensemble_size=2),
+    "multi-head": lambda: MultiHeadRouter(8, 4, 2),
+    "expert choice": lambda: ExpertChoiceRouter(8, 4),
+    "random partition": lambda: RandomPartition(4),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", FULL)
+def test_no_router_calls_a_routing_full_that_is_not(kind, training):
+    """A GPU does not write the rows after the last run of such a routing."""
+    routing = FULL[kind]().train(training)(torch.randn(4, 6, 8))
+    assert not routing.is_full or routing.offsets[-1] == len(routing.token_indices)
+    if not training and kind != "random partition":
+        assert routing.is_full  # Nothing is dropped.

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import timm_moe
 from timm_moe.callbacks import add_router_losses, expert_statistics, start_averaging
+from timm_moe.layers import RecordingRouter
 from timm_moe.layers.router_totals import KEPT, Reader
 from timm_moe.training import router_losses
 
@@ -139,6 +140,27 @@ def test_routers_without_losses_are_counted_where_nobody_adds_losses(options):
         assert expert_statistics(model)[f"router/{layer.path}/load_max"] == pytest.approx(
             float(record.load.max() / record.load.sum())
         )
+
+
+def test_all_calls_of_a_shared_layer_without_losses_count():
+    model = routed_model("widenet_b", num_experts=4, aux_loss_weight=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    layer = model.blocks[0].mlp
+    model(batch()[0]).sum().backward()
+    load = sum(record.load for record in layer.router.records)
+    optimizer.step()
+    assert layer.router.totals.forwards == len(model.blocks) > 1
+    summary = timm_moe.routing_summary(model)["blocks.0.mlp"]
+    torch.testing.assert_close(torch.tensor(summary.load), load / load.sum())
+
+
+def test_a_recorded_load_keeps_no_graph():
+    router = RecordingRouter(4, {})
+    load = torch.ones(1, 4, requires_grad=True) * 2
+    router.record({}, load, gates=load)
+    (record,) = router.records
+    assert not record.load_GE.requires_grad
+    assert not record.gate_sum.requires_grad
 
 
 def test_summary_of_a_device_without_float64():

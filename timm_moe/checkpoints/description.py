@@ -27,7 +27,7 @@ from ..convert.registry import get_spec, moe_options
 from ..files import read_text
 from ..model_config import check_preprocessing
 from ..models.mixin import constructor_arguments
-from ..models.registered import check_registered
+from ..models.registered import check_registered, is_registered_here
 
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
@@ -197,7 +197,7 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
     must be registered.
     """
     router = stated.get("router")
-    if isinstance(router, str):
+    if isinstance(router, str) and is_registered_here(architecture.partition(".")[0]):
         try:
             get_spec(router)
         except ValueError as error:

@@ -540,8 +540,9 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
         key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)
     }
     _prepare(model, spec, origins, name, blueprint.architecture)
-    place = name.removeprefix("local-dir:")
-    model.origin = Origin(place, folder_of(name), recorded=blueprint.recorded)  # type: ignore[assignment]
+    model.origin = Origin(  # type: ignore[assignment]
+        name.removeprefix("local-dir:"), folder_of(name), recorded=blueprint.recorded
+    )
     return model
 
 

@@ -214,7 +214,7 @@ class MoeMlp(Experts):
         """Compute what :meth:`forward` returns, for rows (..., D) without padding."""
         self._count_forward()
         mode = current_mode()
-        routing = self._routing_of(x) if routing is None else routing
+        routing = self._routing_of(x, mode) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
         if mode.is_plain or (
             mode in (Mode.COMPILED, Mode.EXPORTED) and not (self.is_grouped or self.dispatcher)
@@ -231,7 +231,7 @@ class MoeMlp(Experts):
             y_TD = combine(y_ND, routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
-    def _routing_of(self, x: Tensor) -> Routing:
+    def _routing_of(self, x: Tensor, mode: Mode) -> Routing:
         """Route rows.
 
         Raises:
@@ -239,7 +239,7 @@ class MoeMlp(Experts):
         """
         router = self.router
         routing: Routing = router(x)
-        if routing.slots is None or routing.starts is not None:
+        if mode.is_plain or routing.slots is None or routing.starts is not None:
             return routing
         choices, stated = routing.slots.shape[1], router.experts_of_row()
         if choices > stated:

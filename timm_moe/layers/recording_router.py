@@ -16,7 +16,7 @@ from .balancing_bias import BalancingBias
 from .functional import Mode, current_mode
 from .living import find
 from .router import Router
-from .router_totals import RouterTotals
+from .router_totals import KEPT, RouterTotals
 
 #: Number of records whose losses wait at which a router warns. No model calls a router so often for
 #: one loss.
@@ -113,7 +113,8 @@ class RecordingRouter(Router):
         passed_by: whether an optimizer that does not train the router stepped while they waited.
         added: whether losses were added since that event began. Later records of the same forward
             or task are then repetitions.
-        totals: statistics of the records whose losses were added.
+        totals: statistics of the records whose losses were added, or that an optimizer's step took
+            since they had none.
     """
 
     records: list[RouterRecord]
@@ -208,12 +209,13 @@ class RecordingRouter(Router):
         record = RouterRecord(
             losses={name: loss.detach() for name, loss in losses.items()},
             weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,
-            load_GE=load_GE,
+            load_GE=load_GE.detach(),
             capacity=capacity,
             gate_sum=None if losses or gates is None else gates.detach().sum(),
         )
-        # Records without losses may never be taken, so only the last one is kept.
-        self.records = [*self.records, record] if _has_gradient(record) else [record]
+        records = [*self.records, record]
+        # Records without losses may never be taken, so only the last ones are kept.
+        self.records = records if _has_gradient(record) else records[-KEPT:]
         if not torch.compiler.is_compiling() and len(self.records) == MANY_WAITING:
             warnings.warn(
                 f"The losses of {MANY_WAITING} calls of a router wait, and so their graphs stay in "

@@ -100,7 +100,8 @@ class Sums:
         """Return the sums over the forwards of both."""
         return Sums(
             forwards=self.forwards + other.forwards,
-            losses={name: self.losses.get(name, 0) + loss for name, loss in other.losses.items()},
+            losses=self.losses
+            | {name: self.losses.get(name, 0) + loss for name, loss in other.losses.items()},
             load=self.load + other.load,
             dropped=self.dropped + other.dropped,
         )

@@ -127,6 +127,8 @@ def drop_losses(layers: list[Any]) -> None:
 def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMlp]) -> None:
     """Clear the routers of the layers that an optimizer trains as it steps.
 
+    Records without losses go to the statistics, since nobody has to add them.
+
     Raises:
         RuntimeError: if losses of routers that it trains wait.
     """
@@ -137,7 +139,7 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
     forgotten = [router for router in routers if router.has_pending_losses()]
     lost = sum(router.totals.lost for router in routers)
     is_untrained = any(router.totals.untrained for router in routers)
-    if not forgotten:  # Records without losses wait where nobody adds losses.
+    if not forgotten:
         _keep_statistics([(layer, record) for layer in layers for record in layer.router.take()])
     for router in forgotten or routers:
         router.end_step()
@@ -202,9 +204,10 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
     """Average what the routers of a model recorded over the training forwards.
 
     That is their losses, the dropped choices and the load of each expert. Forwards count once their
-    losses were added (by :func:`auxiliary_loss` or a timm training task), or at the optimizer's
-    step if they have none, in this process. The averages begin at the last call with
-    ``reset=True``, or where :func:`start_averaging` began the run.
+    losses were added (by :func:`auxiliary_loss` or a timm training task), in this process. Of
+    routers without losses, which nobody has to add, the last forward before each optimizer step
+    counts. The averages begin at the last call with ``reset=True``, or where
+    :func:`start_averaging` began the run.
 
     Args:
         model: a model with routed expert layers.
