@@ -311,11 +311,12 @@ NO_RESULTS = (
     r"EWA fine-tuned \+0\.45",
     r"took 17\.8 ms instead of 27\.9, those of EWA 19\.9 instead of 36\.2",  # tests/benchmarks
 )
-#: The papers' gains in the README's table, by model: the row of the overview that has them.
+#: The papers' gains in the README's table, by model: the row of the overview that has them, or the
+#: figures of another model than the study's.
 PAPERS = {
-    "vit_small_ewa_moe": ("scratch", "EWA, linear"),
+    "vit_small_ewa_moe": 74.33 - 72.61,  # EWA, table 2, ViT-S on CIFAR-100
     "vit_small_moe": ("routing", "naive MoE"),
-    "vmoe_b16": ("ensembles", "V-MoE, K 1"),
+    "vmoe_b16": 83.24 - 81.35,  # pBE, table 6, B/32 on ImageNet with K = 2, as the model
     "vimoe_s14_shared": ("vimoe", "shared expert, in the last two blocks"),
     "vmoe_pbe_b32": ("ensembles", PBE),
 }
@@ -399,7 +400,8 @@ def test_the_costs_and_the_papers_gains_in_the_readme_are_those_of_the_models():
         place = PAPERS.get(name.strip("`"))
         assert (place is None) == (not paper)
         if place:
-            assert float(paper.partition(";")[0]) == pytest.approx(gains[place], abs=0.006)
+            gain = gains[place] if isinstance(place, tuple) else place
+            assert float(paper.partition(";")[0]) == pytest.approx(gain, abs=0.006)
     text = in_one_line("README.md")
     assert f"fine-tuned {gains['finetuning', 'EWA, linear']:+.2f}" in text
     for name in ("vit_small_patch16_224", "vit_base_patch16_224"):
