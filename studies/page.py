@@ -37,7 +37,7 @@ def write(folder: Path) -> list[str]:
     """
     known = stored(folder)
     for outcome in known:
-        if not outcome.is_primary_pending():
+        if not (outcome.is_primary_pending() or _has_only_begun(outcome)):
             draw(outcome, DOCS / "images")
     for page, text in pages(folder).items():
         (DOCS / page).write_text(text)
@@ -97,8 +97,7 @@ def section(outcome: Outcome) -> str:
         head += ["", f"Stated before the runs: {study.stated}"]
     if outcome.is_primary_pending():
         return "\n".join([*head, "", _pending(outcome)])
-    lacking = _incomplete(outcome)
-    if lacking and not outcome.size.findings:
+    if _has_only_begun(outcome):
         return "\n".join([*head, "", "**Incomplete:** the full page has the figures so far."])
     figures = [figure for figure in study.measure.figures if figure.is_main]
     images = [f"![Differences](images/{chart_name(outcome)})"] if differences(outcome) else []
@@ -106,7 +105,7 @@ def section(outcome: Outcome) -> str:
     return "\n".join(
         [
             *head,
-            *lacking,
+            *_incomplete(outcome),
             "",
             *_table(_rows(outcome, figures, _shown(outcome))),
             *(
@@ -182,6 +181,11 @@ def _pending(outcome: Outcome) -> str:
         f"**Incomplete:** {known} of {stated} pairs are trained. Differences are shown when all "
         "are."
     )
+
+
+def _has_only_begun(outcome: Outcome) -> bool:
+    """Tell if results are missing and nothing was found yet."""
+    return bool(_incomplete(outcome)) and not outcome.size.findings
 
 
 def _incomplete(outcome: Outcome) -> list[str]:
