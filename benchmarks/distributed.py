@@ -66,16 +66,16 @@ class Sizes:
             choices, self.experts, self.router.capacity_factor, rounding, multiple
         )
 
-    def all_to_all(self, images: int, processes: int, itemsizes: tuple[int, int] = (4, 4)) -> int:
+    def all_to_all(self, images: int, processes: int, itemsize: int = 4) -> int:
         """Return the bytes that a process sends to others for a layer and step.
 
-        An item of rows and one of outputs have ``itemsizes`` bytes.
+        A number of rows, outputs and gradients has ``itemsize`` bytes.
 
         Rows, outputs, and the gradients of both go once each, with a spare slot of each expert. The
         numbers of rows go before them, in 8 bytes.
         """
         elsewhere = self.experts - self.experts // processes
-        return elsewhere * (2 * sum(itemsizes) * self.width * (self.slots(images) + 1) + 8)
+        return elsewhere * (4 * itemsize * self.width * (self.slots(images) + 1) + 8)
 
     def by_fsdp(self, processes: int) -> int:
         """Return the bytes that a process sends for a layer and step with FSDP2.
@@ -162,8 +162,7 @@ def page() -> str:
         layers=", ".join(f"{size.layers} layers in {name}" for name, size in sizes.items()),
         flops=f"{flops / 1e6:.0f}",
         sent=f"{sent / 1e3:.0f}",
-        # Rows stay in float32 under autocast, outputs are bfloat16: three quarters of the bytes.
-        need=f"{0.75 * sent / flops * 4e14 / 1e9:.0f}",
+        need=f"{0.5 * sent / flops * 4e14 / 1e9:.0f}",
         computing=f"{large.experts * slots * flops / 4e11:.1f}",
         gathering=f"{large.by_fsdp(8) / 8 / 5e7:.1f}",
         message=f"{slots * large.width * 4 / 1e6:.1f}",
@@ -193,10 +192,9 @@ Nothing here was run on a GPU.
 
 Each process has {images} images of 224 pixels. There are 32 experts in each of {layers}. Bytes are
 those that a process sends for one layer and step, in float32. Under bfloat16 autocast all-to-all
-sends three quarters of them: rows come from a norm in float32, outputs are bfloat16. Slots are the
-rows that the experts of a process compute; they do not depend on the number of processes. Memory is
-that of parameters, gradients and AdamW's states in a process, with `fully_shard` of the rest;
-activations come on top.
+sends half of them. Slots are the rows that the experts of a process compute; they do not depend on
+the number of processes. Memory is that of parameters, gradients and AdamW's states in a process,
+with `fully_shard` of the rest; activations come on top.
 
 {routed}
 FSDP2 gathers all experts in forward and backward, and scatters their gradients. DDP sums all
@@ -217,11 +215,11 @@ others that hold the same ones. Bytes are for a layer and step, in float32, and 
 of the model. Memory is {memory} a GPU at any of them.
 
 {plan}
-- A slot costs {flops} MFLOP in forward and backward, and {sent} kB of sending in float32, three
-  quarters of that in bfloat16. At 400 TFLOP/s in bfloat16, sending takes as long as computing at
-  {need} GB/s. Inside a node an H100 has 450 GB/s, between
-  nodes 50 GB/s (data sheets). So scaling stops where all-to-all leaves the node, unless it overlaps
-  with computing, which the dispatcher does not do: take ep 8.
+- A slot costs {flops} MFLOP in forward and backward, and {sent} kB of sending in float32, half of
+  that in bfloat16. At 400 TFLOP/s in bfloat16, sending takes as long as computing at {need} GB/s.
+  Inside a node an H100 has 450 GB/s, between nodes 50 GB/s (data sheets). So scaling stops where
+  all-to-all leaves the node, unless it overlaps with computing, which the dispatcher does not do:
+  take ep 8.
 - At ep 8 a layer computes for {computing} ms, and efsdp's part takes {gathering} ms between nodes,
   whatever the number of images. FSDP2 gathers ahead, so more images a GPU hide it, and half the
   bytes go in bfloat16.
