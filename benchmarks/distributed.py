@@ -69,7 +69,7 @@ class Sizes:
     def all_to_all(self, images: int, processes: int, itemsize: int = 4) -> int:
         """Return the bytes that a process sends to others for a layer and step.
 
-        A number of rows, outputs and gradients has ``itemsize`` bytes.
+        Each element of the rows, outputs and gradients has ``itemsize`` bytes.
 
         Rows, outputs, and the gradients of both go once each, with a spare slot of each expert. The
         numbers of rows go before them, in 8 bytes.

@@ -207,6 +207,12 @@ def cases(arrays, letter):
         )
 
 
+def drawn_choices(rows, num_experts, choices):
+    """Different experts for each row, and their weights, both (T, K)."""
+    expert_TK = torch.stack([torch.randperm(num_experts)[:choices] for _ in range(rows)])
+    return expert_TK, torch.rand(rows, choices)
+
+
 def loads(choice_GSK, num_experts):
     """(G, E) number of choices of each expert."""
     return torch.nn.functional.one_hot(choice_GSK, num_experts).sum((1, 2))

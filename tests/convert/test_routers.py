@@ -13,7 +13,7 @@ from dataclasses import asdict
 import pytest
 import timm
 import torch
-from common import OPTIONS, ROOT, SMALL_VIT
+from common import OPTIONS, ROOT, SMALL_VIT, drawn_choices
 from families import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -221,8 +221,7 @@ def test_a_routing_of_wrong_shapes_is_refused():
 @given(rows=st.integers(1, 30), experts=st.integers(1, 6), data=st.data())
 def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
     choices = data.draw(st.integers(1, experts))
-    expert_TK = torch.stack([torch.randperm(experts)[:choices] for _ in range(rows)])
-    weight_TK = torch.rand(rows, choices)
+    expert_TK, weight_TK = drawn_choices(rows, experts, choices)
     routing = routing_to(expert_TK, weight_TK, experts)
     assert routing.offsets[-1] == rows * choices
     expert_of_place = torch.bucketize(torch.arange(rows * choices), routing.offsets, right=True)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import timm
 import torch
-from common import SMALL_VIT, TINY
+from common import SMALL_VIT, TINY, drawn_choices
 from devices import equal_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -579,8 +579,7 @@ def test_only_rows_that_one_linear_layer_takes_are_cast_before(network, dtype):
 @given(rows=st.integers(1, 12), experts=st.integers(1, 5), data=st.data())
 def test_a_routing_that_calls_itself_full_has_no_slot_after_the_last_run(rows, experts, data):
     choices = data.draw(st.integers(1, experts))
-    expert_TK = torch.stack([torch.randperm(experts)[:choices] for _ in range(rows)])
-    gate_TK = torch.rand(rows, choices)
+    expert_TK, gate_TK = drawn_choices(rows, experts, choices)
     is_chosen_TK = torch.rand(rows, choices) < data.draw(st.sampled_from([0.5, 1.0]))
     is_chosen_TK[:, 0] = True
     queues = queue(expert_TK[None], experts)

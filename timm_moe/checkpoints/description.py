@@ -196,13 +196,14 @@ def check_arguments(architecture: str, stated: Mapping[str, Any], origin: Any) -
     An argument must be one of the architecture's constructor, and its value a plain one. A router
     must be registered.
     """
+    base = architecture.partition(".")[0]
     router = stated.get("router")
-    if isinstance(router, str) and is_registered_here(architecture.partition(".")[0]):
+    if isinstance(router, str) and is_registered_here(base):
         try:
             get_spec(router)
         except ValueError as error:
             raise ValueError(f"{origin}: {error}") from error
-    allowed = architecture_arguments(architecture.partition(".")[0])
+    allowed = architecture_arguments(base)
     for name, value in stated.items():
         if _NO_ARCHITECTURE.fullmatch(name):
             raise ValueError(

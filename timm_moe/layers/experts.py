@@ -152,8 +152,14 @@ class Experts(StackedParameters):
             self,
             self._initial(dict(ffn.named_parameters(remove_duplicate=False)), expert_init),
         )
-        matrices = (shape for shape in self.stacked_shapes.values() if len(shape) == 3)
+        matrices = [shape for shape in self.stacked_shapes.values() if len(shape) == 3]
         self._widths = tuple({width for shape in matrices for width in shape[1:]})
+        # Networks of timm begin and end with a linear layer. They are known by their module, since
+        # this package of layers imports no timm.
+        self._ends_linear = type(ffn).__module__ == "timm.layers.mlp"
+        # Two layers may take the rows (SwiGLU). Their gradients are to be summed in the type of the
+        # rows, so that these are not cast before.
+        self._casts_rows = self._ends_linear and self.is_grouped and len(matrices) == 2
 
     def _set_dropout(self, rate: float) -> None:
         """Set the rate of the dropout inside the experts, and remember the dense network's."""
@@ -353,25 +359,13 @@ class Experts(StackedParameters):
                 "parametrize.remove_parametrizations)."
             )
 
-    @property
-    def is_of_timm(self) -> bool:
-        """Whether the network is one of timm's, which begins and ends with a linear layer.
-
-        They are known by their module, since this package of layers imports no timm.
-        """
-        return type(self._ffn).__module__ == "timm.layers.mlp"
-
     def dtype_of_rows(self, x: Tensor, mode: Mode) -> torch.dtype | None:
         """Return the type to which to cast rows before they are gathered; None for their own.
 
         Under autocast a linear layer casts its input. There may be more slots than rows, and to
-        gather float32 moves more bytes. Two layers may take the rows (SwiGLU): their gradients are
-        to be summed in the type of the rows, so that these are not cast before. A compiler orders
-        casts by itself.
+        gather float32 moves more bytes. A compiler orders casts by itself.
         """
-        matrices = sum(len(shape) == 3 for shape in self.stacked_shapes.values())
-        may_cast = mode is Mode.EAGER and self.is_grouped and self.is_of_timm and matrices == 2
-        return autocast_dtype(x) if may_cast else None
+        return autocast_dtype(x) if self._casts_rows and mode is Mode.EAGER else None
 
     @property
     def is_grouped(self) -> bool:
@@ -430,7 +424,7 @@ class Experts(StackedParameters):
                 for name, value in zip(Runs._fields, runs, strict=True)
             }
         # A linear layer leaves zeros after the last run.
-        if is_full or self.is_of_timm:
+        if is_full or self._ends_linear:
             return self._call(self._grouped, tensors, x_ND, mode)
         # A network that divides by a norm makes NaN of zeros, so rows after the last run and their
         # gradients are masked.

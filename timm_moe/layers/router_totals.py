@@ -13,7 +13,7 @@ KEPT = 50
 
 
 class Reader(Enum):
-    """Who reads the statistics of a router; each has sums of its own.
+    """Reader of the statistics of a router; each has sums of its own.
 
     Attributes:
         EPOCH: the log of train.py's epochs, and ``experts.json``.

@@ -43,7 +43,7 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
         path = layer.path
         statistics[path] = {"spread": relative_distance_to_mean(layer)}
         # There is no summary of a layer that was not trained, or has no losses.
-        for summary in summaries_for(Reader.EPOCH, {path: layer}, reset=False).values():
+        for summary in summaries_for(Reader.EPOCH, {path: layer}).values():
             statistics[path] |= vars(summary)
     share_rate = None if averaging is None else averaging.share_rate
     try:

@@ -220,7 +220,7 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
 
 
 def summaries_for(
-    reader: Reader, layers: dict[str, MoeMlp], reset: bool
+    reader: Reader, layers: dict[str, MoeMlp], reset: bool = False
 ) -> dict[str, RoutingSummary]:
     """Return a reader's summary of each layer that has one, and start new averages if asked to."""
     summaries = {}
@@ -240,9 +240,8 @@ def log_epoch(optimizer: Optimizer) -> None:
     This is called at the end of an epoch.
     """
     for layer in with_losses(trained_layers(parameter_ids(optimizer), living(MoeMlp))):
-        totals = layer.router.totals
         _warn_of_not_finite(layer)
-        summary = totals.summary(Reader.EPOCH)
-        if summary is not None and is_primary():
-            _logger.info(f"Routing in {layer.path}: {summary}.")
-        totals.begin(Reader.EPOCH)
+        if is_primary():  # A summary waits for the device.
+            for path, summary in summaries_for(Reader.EPOCH, {layer.path: layer}).items():
+                _logger.info(f"Routing in {path}: {summary}.")
+        layer.router.totals.begin(Reader.EPOCH)
