@@ -25,13 +25,13 @@ def contests(batch: int, setting: Setting) -> Iterator[Contest]:
     tokens = torch.randn(batch, TOKENS, WIDTH, device=setting.device)
     layers = {
         "dense": mlp,
-        "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter), 8),
-        "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
+        "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter)),
+        "top-1 of 8": lambda: MoeMlp(mlp(), router(8)),
     }
     yield Contest(f"layer in eval mode, batch {batch}", _works(layers, tokens, setting))
     layers = {
         "dense": lambda: mlp(2 * HIDDEN),
-        "V-MoE: top-2 of 32": lambda: MoeMlp(mlp(), router(32, 2), 32),
+        "V-MoE: top-2 of 32": lambda: MoeMlp(mlp(), router(32, 2)),
     }
     yield Contest(
         f"layer of two experts in eval mode, batch {batch}", _works(layers, tokens, setting)

@@ -26,6 +26,7 @@ from timm_moe.layers import (
     ExpertChoiceRouter,
     ImageRouter,
     MoeMlp,
+    RandomPartition,
     SoftMoeMlp,
     SoftRouter,
     TopKRouter,
@@ -85,11 +86,11 @@ def layers() -> dict[str, Callable[[], nn.Module]]:
     unlimited = {"loss_weights": options["loss_weights"]}
 
     def routed(router: nn.Module) -> nn.Module:
-        return MoeMlp(mlp(), router, router.num_experts)
+        return MoeMlp(mlp(), router)
 
     return {
         "dense": mlp,
-        "EWA, 4 experts": lambda: EwaMlp(mlp(), 4),
+        "EWA, 4 experts": lambda: EwaMlp(mlp(), RandomPartition(4)),
         "top-1 of 8, capacity": lambda: routed(TopKRouter(WIDTH, 8, 1, **options)),
         "top-2 of 8, capacity": lambda: routed(TopKRouter(WIDTH, 8, 2, **options)),
         "V-MoE: top-2 of 8, importance, load, noise": lambda: routed(
@@ -97,7 +98,7 @@ def layers() -> dict[str, Callable[[], nn.Module]]:
         ),
         "top-1 of 8, capacity, cosine score": lambda: routed(CosineRouter(WIDTH, 8, 1, **options)),
         "Expert Choice of 8": lambda: routed(ExpertChoiceRouter(WIDTH, 8)),
-        "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, 2), 8),
+        "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, 2)),
         "pBE, two members, top-1 of 8, capacity": lambda: routed(
             EnsembleRouter(WIDTH, 8, 1, ensemble_size=2, **options)
         ),

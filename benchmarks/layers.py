@@ -20,6 +20,7 @@ from timm_moe.layers import (
     ExpertChoiceRouter,
     ImageRouter,
     MoeMlp,
+    RandomPartition,
     SharedExpertMlp,
     SoftMoeMlp,
     SoftRouter,
@@ -45,35 +46,35 @@ def contests(setting: Setting) -> Iterator[Contest]:
     slots = math.ceil(TOKENS / 8)
     layers: dict[str, Callable[[], nn.Module]] = {
         "dense": mlp,
-        "random partition, 2 experts": lambda: EwaMlp(mlp(), 2),
-        "random partition, 4 experts": lambda: EwaMlp(mlp(), 4),
-        "random partition, 8 experts": lambda: EwaMlp(mlp(), 8),
-        "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
-        "top-1 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, capacity_factor=1.05), 8),
-        "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter), 8),
+        "random partition, 2 experts": lambda: EwaMlp(mlp(), RandomPartition(2)),
+        "random partition, 4 experts": lambda: EwaMlp(mlp(), RandomPartition(4)),
+        "random partition, 8 experts": lambda: EwaMlp(mlp(), RandomPartition(8)),
+        "top-1 of 8": lambda: MoeMlp(mlp(), router(8)),
+        "top-1 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, capacity_factor=1.05)),
+        "image-level top-1 of 8": lambda: MoeMlp(mlp(), router(8, kind=ImageRouter)),
         "pBE, two members, top-1 of 8": lambda: MoeMlp(
-            mlp(), router(8, kind=EnsembleRouter, ensemble_size=2), 8
+            mlp(), router(8, kind=EnsembleRouter, ensemble_size=2)
         ),
-        "top-1 of 8, cosine score": lambda: MoeMlp(mlp(), router(8, kind=CosineRouter), 8),
-        "top-1 of 8, sigmoid and bias": lambda: MoeMlp(mlp(), TopKRouter(WIDTH, 8, **SIGMOID), 8),
-        "top-2 of 16 halves": lambda: MoeMlp(mlp(), router(16, 2), 16, expert_width=0.5),
+        "top-1 of 8, cosine score": lambda: MoeMlp(mlp(), router(8, kind=CosineRouter)),
+        "top-1 of 8, sigmoid and bias": lambda: MoeMlp(mlp(), TopKRouter(WIDTH, 8, **SIGMOID)),
+        "top-2 of 16 halves": lambda: MoeMlp(mlp(), router(16, 2), expert_width=0.5),
         "top-3 of 32 quarters and a shared one": lambda: SharedExpertMlp(
-            mlp(), router(32, 3), 32, expert_width=0.25
+            mlp(), router(32, 3), expert_width=0.25
         ),
-        "Expert Choice of 8": lambda: MoeMlp(mlp(), ExpertChoiceRouter(WIDTH, 8), 8),
-        "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, slots), 8),
+        "Expert Choice of 8": lambda: MoeMlp(mlp(), ExpertChoiceRouter(WIDTH, 8)),
+        "Soft MoE of 8": lambda: SoftMoeMlp(mlp(), SoftRouter(WIDTH, 8, slots)),
     }
     notes = {"Soft MoE of 8": f"{8 * slots} slots for the {TOKENS} tokens of an image"}
     yield Contest("layer, one expert a row", training(layers, x, setting), notes)
     layers = {
         "dense": lambda: mlp(2 * HIDDEN),
-        "top-2 of 8": lambda: MoeMlp(mlp(), router(8, 2), 8),
-        "top-2 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, 2, capacity_factor=1.05), 8),
+        "top-2 of 8": lambda: MoeMlp(mlp(), router(8, 2)),
+        "top-2 of 8, capacity 1.05": lambda: MoeMlp(mlp(), router(8, 2, capacity_factor=1.05)),
         "WideNet: top-2 of 4, capacity 1.2": lambda: MoeMlp(
-            mlp(), router(4, 2, capacity_factor=1.2), 4
+            mlp(), router(4, 2, capacity_factor=1.2)
         ),
         "image-level top-1 of 8 and a shared expert": lambda: SharedExpertMlp(
-            mlp(), router(8, kind=ImageRouter), 8
+            mlp(), router(8, kind=ImageRouter)
         ),
     }
     notes = {"WideNet: top-2 of 4, capacity 1.2": "a row whose two choices are full costs nothing"}
@@ -126,9 +127,9 @@ def saved_bytes(setting: Setting) -> Iterator[Row]:
     x = torch.randn(setting.pick(64, 128), TOKENS, WIDTH, device=setting.device)
     layers: dict[str, Callable[[], nn.Module]] = {
         "dense": mlp,
-        "random partition, 4 experts": lambda: EwaMlp(mlp(), 4),
-        "random partition, 8 experts": lambda: EwaMlp(mlp(), 8),
-        "top-1 of 8": lambda: MoeMlp(mlp(), router(8), 8),
+        "random partition, 4 experts": lambda: EwaMlp(mlp(), RandomPartition(4)),
+        "random partition, 8 experts": lambda: EwaMlp(mlp(), RandomPartition(8)),
+        "top-1 of 8": lambda: MoeMlp(mlp(), router(8)),
     }
     kept = {}
     for name, make in layers.items():

@@ -9,7 +9,7 @@ from functools import partial
 import timm
 import torch
 
-from timm_moe.layers import EwaMlp, MoeMlp
+from timm_moe.layers import EwaMlp, MoeMlp, RandomPartition
 
 from . import peers
 from .layers import mlp, router, training
@@ -34,11 +34,14 @@ def layers(setting: Setting) -> Iterator[Contest]:
     )
     entries = {
         "dense": partial(mlp, 2 * size.hidden, size.width),
-        "top-2 of 32, capacity 1.05": lambda: MoeMlp(dense(), route(capacity_factor=1.05), experts),
-        "top-2 of 32, nothing dropped": lambda: MoeMlp(dense(), route(), experts),
+        "top-2 of 32, capacity 1.05": lambda: MoeMlp(dense(), route(capacity_factor=1.05)),
+        "top-2 of 32, nothing dropped": lambda: MoeMlp(dense(), route()),
     }
     yield Contest("V-MoE-B/32: layer, two experts a row", training(entries, x, setting))
-    entries = {"dense": dense, "random partition, 4 experts": lambda: EwaMlp(dense(), 4)}
+    entries = {
+        "dense": dense,
+        "random partition, 4 experts": lambda: EwaMlp(dense(), RandomPartition(4)),
+    }
     yield Contest("V-MoE-B/32: layer, one expert a row", training(entries, x, setting))
     yield from peers.contests(setting, size)
 

@@ -117,7 +117,7 @@ def _installed(layers: dict[str, Callable[[], nn.Module]]) -> dict[str, Callable
 
 def moe(size: Size) -> nn.Module:
     route = router(size.experts, 2, width=size.width, capacity_factor=CAPACITY, group_images=1)
-    return MoeMlp(mlp(size.hidden, size.width), route, size.experts)
+    return MoeMlp(mlp(size.hidden, size.width), route)
 
 
 def swiglu(size: Size, networks: int) -> nn.Module:
@@ -125,7 +125,7 @@ def swiglu(size: Size, networks: int) -> nn.Module:
 
 
 def swiglu_moe(size: Size, top_k: int) -> nn.Module:
-    return MoeMlp(swiglu(size, 1), router(size.experts, top_k, width=size.width), size.experts)
+    return MoeMlp(swiglu(size, 1), router(size.experts, top_k, width=size.width))
 
 
 def st_moe(size: Size) -> nn.Module:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from timm_moe.layers import EwaMlp, MoeMlp
+from timm_moe.layers import EwaMlp, MoeMlp, RandomPartition
 
 from .layers import WIDTH, mlp, router, training
 from .protocol import Contest, Setting
@@ -34,7 +34,7 @@ def _contest(name: str, num_experts: int, rows: int, width: int, setting: Settin
     dense = partial(mlp, 4 * width, width)
     layers = {
         "dense": dense,
-        "random partition": lambda: EwaMlp(dense(), num_experts),
-        "top-1": lambda: MoeMlp(dense(), router(num_experts, width=width), num_experts),
+        "random partition": lambda: EwaMlp(dense(), RandomPartition(num_experts)),
+        "top-1": lambda: MoeMlp(dense(), router(num_experts, width=width)),
     }
     return Contest(name, training(layers, x, setting))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import timm_moe
-from timm_moe.layers import RecordingRouter, linear_logits, no_autocast, routing_to
+from timm_moe.layers import RecordingRouter, linear_logits, routing_to
 
 
 class SparseGateRouter(RecordingRouter):
@@ -48,8 +48,7 @@ class SparseGateRouter(RecordingRouter):
         return gate_TE / gate_TE.sum(1, keepdim=True)
 
     def _gates(self, x):
-        with no_autocast(x):
-            return linear_logits(x.flatten(0, -2), self.weight).sigmoid()
+        return linear_logits(x.flatten(0, -2), self.weight).sigmoid()
 
     def forward(self, x):
         all_gates_TE = self._gates(x)

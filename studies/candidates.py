@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from timm_moe import RouterSpec, moe_layers, register_router
-from timm_moe.layers import EwaMlp, RandomPartition, Router, Routing
+from timm_moe.layers import EwaMlp, RandomPartition, Routing
 from timm_moe.schedules import SCHEDULES
 
 
@@ -80,17 +80,11 @@ def whole_images(model: nn.Module) -> None:
         layer.router = ImagePartition(layer.num_experts)
 
 
-def _layer_of_images(ffn: nn.Module, router: Router, num_experts: int, **options: Any) -> EwaMlp:
-    layer = EwaMlp(ffn, num_experts, **options)
-    layer.router = router
-    return layer
-
-
 register_router(
     RouterSpec(
         "image_partition",
         lambda dim, num_experts: ImagePartition(num_experts),
-        layer=_layer_of_images,
+        layer=EwaMlp,
         layer_options={},
     )
 )

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec, load_source
-from timm_moe.layers import EwaMlp
+from timm_moe.layers import EwaMlp, RandomPartition
 from timm_moe.models.registered import weightless_model
 from timm_moe.quick_init import quick_init
 
@@ -31,7 +31,7 @@ def test_few_numbers_are_drawn_and_they_are_what_was_asked_for():
     assert linear.weight.abs().max() == 0
     dense = Mlp(300, 301)
     with quick_init():
-        experts = EwaMlp(dense, 3, "independent").fc1.weight.detach()
+        experts = EwaMlp(dense, RandomPartition(3), "independent").fc1.weight.detach()
     assert all(len(expert.unique()) <= 2**14 for expert in experts[1:])
     assert abs(experts[1].std() / dense.fc1.weight.std() - 1) < 0.02
     assert len(torch.empty(300, 301).uniform_().unique()) > 2**14

@@ -87,11 +87,10 @@ class FusedMlp(MoeMlp):
         self,
         ffn: nn.Module,
         router: Fusion,
-        num_experts: int,
         expert_init: str = "same",
         **options: Any,
     ):
-        super().__init__(ffn, router, num_experts, expert_init, **options)
+        super().__init__(ffn, router, expert_init, **options)
         if expert_init == "same":
             self._warn_of_copies()
 

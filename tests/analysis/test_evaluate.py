@@ -487,7 +487,7 @@ class FunctionalDropout(Mlp):
 
 
 def test_experts_are_put_back_into_their_mode():
-    layer = MoeMlp(FunctionalDropout(8), RandomPartition(2), 2)
+    layer = MoeMlp(FunctionalDropout(8), RandomPartition(2))
     with in_eval_mode([layer]):
         assert torch.equal(layer(x := torch.randn(4, 8)), layer(x))
     assert not torch.equal(layer(x), layer(x))

@@ -27,7 +27,7 @@ from benchmarks import (
 from benchmarks.__main__ import FOLDER, main
 from benchmarks.peers import Size
 from benchmarks.protocol import Contest, Row, Setting, run
-from timm_moe.layers import EwaMlp
+from timm_moe.layers import EwaMlp, RandomPartition
 
 SHORT = Setting(rounds=2)
 
@@ -193,7 +193,7 @@ def test_kernels_of_a_dense_layer_are_counted():
 
 def test_what_is_counted_has_the_form_of_a_gpu():
     """There each expert has equally many slots, and one product serves all."""
-    partition, x = EwaMlp(host.mlp(), 4).router, torch.randn(16, host.WIDTH)
+    partition, x = EwaMlp(host.mlp(), RandomPartition(4)).router, torch.randn(16, host.WIDTH)
     with host.form_of_a_gpu():
         assert partition(x).slots_per_expert == 4
     assert partition(x).slots_per_expert is None

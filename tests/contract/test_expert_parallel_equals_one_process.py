@@ -314,7 +314,7 @@ def rows_worker(rank, folder, processes):
     """All rows go to experts of the last process; then a process has no rows of its own either."""
     join_group(rank, folder, processes)
     torch.manual_seed(0)
-    layer = MoeMlp(Mlp(5, 6), TopKRouter(5, 4), 4, "independent").double()
+    layer = MoeMlp(Mlp(5, 6), TopKRouter(5, 4), "independent").double()
     whole = copy.deepcopy(layer)
     timm_moe.parallelize_experts(
         nn.ModuleDict({"mlp": layer}), init_device_mesh("cpu", (processes,))

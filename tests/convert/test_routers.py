@@ -234,7 +234,7 @@ def test_routing_to_sends_every_row_to_its_experts(rows, experts, data):
 
 def test_a_router_that_chooses_more_experts_than_it_states_is_refused():
     router = Modulo(8, 4, choices=2)
-    layer = MoeMlp(Mlp(8, 16), router, 4)
+    layer = MoeMlp(Mlp(8, 16), router)
     layer(torch.randn(3, 8))
     router.experts_of_row = lambda: 1
     with pytest.raises(ValueError, match=r"to 2 experts.* says 1: .*Modulo\.experts_of_row"):
@@ -366,7 +366,7 @@ class WithOwnLoss(TopKRouter):
 
 def test_a_subclass_of_top_k_adds_a_loss_of_its_own():
     router = WithOwnLoss(8, 4, loss_weights={"square": 0.5, "balance": 0.01})
-    layer = MoeMlp(Mlp(8, 16), router, 4)
+    layer = MoeMlp(Mlp(8, 16), router)
     x = torch.randn(2, 5, 8)
     layer(x)
     (record,) = router.records
@@ -382,7 +382,25 @@ def test_a_subclass_of_top_k_adds_a_loss_of_its_own():
 def test_a_loss_without_a_weight_is_named():
     router = RecordingRouter(4, {"a": 1.0})
     with pytest.raises(ValueError, match="'b' has no weight"):
-        router.record({"b": torch.ones(())}, torch.ones(1, 4))
+        router.record({"a": torch.ones(()), "b": torch.ones(())}, torch.ones(1, 4))
+
+
+def test_a_weight_without_a_loss_is_named():
+    router = RecordingRouter(4, {"a": 1.0, "after a warm-up": 1.0})
+    with pytest.raises(ValueError, match="records no loss 'after a warm-up'"):
+        router.record({"a": torch.ones(())}, torch.ones(1, 4))
+
+
+def test_a_factory_with_another_number_of_experts_is_refused(dense_vit):
+    with pytest.raises(
+        ValueError, match=r"'eight' has 8 experts in blocks\.1\.mlp, not num_experts=4"
+    ):
+        timm_moe.convert_to_moe(
+            dense_vit,
+            4,
+            router=timm_moe.RouterSpec("eight", lambda dim, num_experts: TopKRouter(dim, 8)),
+        )
+    assert not timm_moe.moe_layers(dense_vit)
 
 
 @pytest.mark.parametrize("load", [torch.ones(4), torch.ones(1, 3)])

@@ -46,7 +46,10 @@ def layers(kind, network):
     """
     if kind == "random partition":
         for batch, rows in ((2, 6), (2, 7), (1, 3), (0, 7)):
-            yield EwaMlp(NETWORKS[network](), 4, "independent"), torch.randn(batch, rows, WIDTH)
+            yield (
+                EwaMlp(NETWORKS[network](), RandomPartition(4), "independent"),
+                torch.randn(batch, rows, WIDTH),
+            )
         return
     router, options = ROUTERS["image-level" if kind == "shared expert" else kind]
     layer = SharedExpertMlp if kind == "shared expert" else MoeMlp
@@ -112,7 +115,7 @@ def test_values_and_gradients_are_those_of_a_cpu(device, kind, network, dtype):
 def test_outputs_under_autocast_have_the_type_of_a_dense_networks(device, top_k):
     network = NETWORKS["Mlp"]()
     router = TopKRouter(WIDTH, 4, top_k, capacity_factor=1.0)
-    layer = MoeMlp(network, router, 4).to(device)
+    layer = MoeMlp(network, router).to(device)
     x = torch.randn(2, 5, WIDTH, device=device)
     with torch.autocast(device, torch.bfloat16):
         assert layer(x).dtype == network.to(device)(x).dtype == torch.bfloat16

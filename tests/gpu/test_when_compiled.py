@@ -95,7 +95,7 @@ def test_compiled_layers_without_a_capacity_are_those_of_eager_mode_in_bfloat16(
     torch.compiler.reset()
     router = TopKRouter(32, 4, 2, capacity_factor=None)
     nn.init.normal_(router.weight)
-    eager = MoeMlp(Mlp(32, 64), router, 4, "independent").to(device)
+    eager = MoeMlp(Mlp(32, 64), router, "independent").to(device)
     layers = eager, copy.deepcopy(eager)
     calls = eager, torch.compile(layers[1], **options)
 

@@ -18,7 +18,7 @@ from timm_moe.layers import CosineRouter, MoeMlp
 def layer(num_experts=4, **options):
     router = CosineRouter(5, num_experts, **options)
     torch.nn.init.normal_(router.weight)
-    return MoeMlp(Mlp(5, 6), router, num_experts, "independent").double()
+    return MoeMlp(Mlp(5, 6), router, "independent").double()
 
 
 def reference(moe, rows):
@@ -68,9 +68,10 @@ def test_half_precision_is_left_at_the_door():
     router = CosineRouter(5, 4)
     x = torch.randn(1, 6, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        gates = router(x).gates
+        gates, probabilities = router(x).gates, router.probabilities(x)
     assert gates.dtype == torch.float32
     torch.testing.assert_close(gates, router(x).gates)
+    torch.testing.assert_close(probabilities, router.probabilities(x))
 
 
 def test_initial_weights():

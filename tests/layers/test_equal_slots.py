@@ -21,6 +21,7 @@ from timm_moe.layers import (
     MoeMlp,
     MultiHeadRouter,
     PartitionedRouter,
+    RandomPartition,
     TopKRouter,
     grouped,
 )
@@ -38,7 +39,7 @@ def layers(draw):
     torch.manual_seed(draw(st.integers(0, 99)))
     network = NETWORKS[draw(st.sampled_from(sorted(NETWORKS)))]()
     if kind is None:
-        return EwaMlp(network, num_experts, "independent").double(), torch.randn(
+        return EwaMlp(network, RandomPartition(num_experts), "independent").double(), torch.randn(
             images, rows, WIDTH
         ).double()
     top_k = draw(st.integers(1, each))
@@ -49,7 +50,7 @@ def layers(draw):
     )
     nn.init.normal_(router.weight)
     copies = top_k if kind is MultiHeadRouter else members if kind is EnsembleRouter else 1
-    layer = MoeMlp(network, router, num_experts, "independent").double()
+    layer = MoeMlp(network, router, "independent").double()
     return layer, torch.randn(images * copies, rows, WIDTH).double()
 
 
@@ -81,7 +82,7 @@ def test_values_and_gradients_are_those_without_unused_slots(case):
 def test_groups_have_slots_of_their_own():
     router = TopKRouter(WIDTH, 4, capacity_factor=1.0, capacity_multiple=1, group_images=1)
     nn.init.normal_(router.weight)
-    layer = MoeMlp(Mlp(WIDTH, 12), router, 4, "independent").double()
+    layer = MoeMlp(Mlp(WIDTH, 12), router, "independent").double()
     x = torch.randn(3, 7, WIDTH).double()
     expected = values_and_gradients(layer, x)
     with equal_slots():
@@ -91,7 +92,7 @@ def test_groups_have_slots_of_their_own():
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 9])
 def test_a_partition_is_the_same_and_its_unused_slots_get_no_gradient(rows):
-    layer, x = EwaMlp(Mlp(WIDTH, 12), 4, "independent"), torch.randn(rows, WIDTH)
+    layer, x = EwaMlp(Mlp(WIDTH, 12), RandomPartition(4), "independent"), torch.randn(rows, WIDTH)
     torch.manual_seed(0)
     expected = layer.router(x)
     with equal_slots():
@@ -114,7 +115,7 @@ def test_a_partition_is_the_same_and_its_unused_slots_get_no_gradient(rows):
 @pytest.mark.parametrize("are_equal", [False, True])
 def test_inductor_compiles_a_partition(are_equal):
     """Before torch 2.14 it fails on rows that a permutation picks (pytorch #158457)."""
-    layer = EwaMlp(Mlp(WIDTH, 12), 4, "independent")
+    layer = EwaMlp(Mlp(WIDTH, 12), RandomPartition(4), "independent")
     torch.compiler.reset()
     with equal_slots(are_equal):
         for rows in (8, 9):
@@ -130,7 +131,7 @@ def test_inductor_compiles_a_partition(are_equal):
 
 def test_a_partition_is_exported_for_any_batch():
     shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}}
-    layer = EwaMlp(Mlp(WIDTH, 12), 4, "independent")
+    layer = EwaMlp(Mlp(WIDTH, 12), RandomPartition(4), "independent")
     exported = torch.export.export(
         layer, (torch.randn(4, 6, WIDTH),), dynamic_shapes=shapes, strict=False
     ).module()
@@ -153,7 +154,7 @@ def test_an_evaluation_does_not_compute_mostly_unused_slots(factor, slots):
 def test_not_a_number_stays_with_its_row(top_k):
     """Rows that are dropped share a slot, which reaches none of them."""
     router = TopKRouter(WIDTH, 4, top_k, capacity_factor=0.3, capacity_multiple=1)
-    layer, x = MoeMlp(Mlp(WIDTH, 12), router, 4, "independent"), torch.randn(2, 19, WIDTH)
+    layer, x = MoeMlp(Mlp(WIDTH, 12), router, "independent"), torch.randn(2, 19, WIDTH)
     with equal_slots():
         for row in range(19):
             broken = x.clone()
@@ -169,12 +170,11 @@ def test_a_layer_computes_a_routing_once():
     The numbers are today's and may fall.
     """
     layers = {
-        "EWA": (EwaMlp(Mlp(WIDTH, 12), 4), 15),
+        "EWA": (EwaMlp(Mlp(WIDTH, 12), RandomPartition(4)), 15),
         "top-1": (
             MoeMlp(
                 Mlp(WIDTH, 12),
                 TopKRouter(WIDTH, 4, 1, capacity_factor=1.0, loss_weights=BALANCE),
-                4,
             ),
             50,
         ),
@@ -182,7 +182,6 @@ def test_a_layer_computes_a_routing_once():
             MoeMlp(
                 Mlp(WIDTH, 12),
                 TopKRouter(WIDTH, 4, 2, capacity_factor=1.0, loss_weights=BALANCE),
-                4,
             ),
             58,
         ),
@@ -235,7 +234,7 @@ class Kernels(TorchDispatchMode):
 
 def test_second_derivatives():
     layer, x = (
-        EwaMlp(Mlp(WIDTH, 4), 3).double(),
+        EwaMlp(Mlp(WIDTH, 4), RandomPartition(3)).double(),
         torch.randn(7, WIDTH, dtype=torch.float64, requires_grad=True),
     )
     with equal_slots():

@@ -12,7 +12,7 @@ from timm_moe.layers import ExpertChoiceRouter, MoeMlp
 def layer(width=5, num_experts=3, hidden=6, **options):
     router = ExpertChoiceRouter(width, num_experts, **{"noise_std": 0.0, **options})
     torch.nn.init.normal_(router.weight)
-    return MoeMlp(Mlp(width, hidden), router, num_experts, "independent").double()
+    return MoeMlp(Mlp(width, hidden), router, "independent").double()
 
 
 def reference(moe, rows):

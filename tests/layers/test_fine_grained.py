@@ -19,7 +19,15 @@ from transformers.models.dinov2.configuration_dinov2 import Dinov2Config
 from transformers.models.dinov2.modeling_dinov2 import Dinov2SwiGLUFFN
 
 from timm_moe.convert.gather import METHODS
-from timm_moe.layers import EwaMlp, ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter, routing_to
+from timm_moe.layers import (
+    EwaMlp,
+    ImageRouter,
+    MoeMlp,
+    RandomPartition,
+    SharedExpertMlp,
+    TopKRouter,
+    routing_to,
+)
 
 WIDTH = 6
 
@@ -100,7 +108,7 @@ def layer_of(ffn, num_experts, width, layer_class=MoeMlp, top_k=1, **options):
         capacity_factor=None,
         loss_weights={"balance": 1},
     )
-    return layer_class(ffn, router, num_experts, expert_width=width, **options).double().eval()
+    return layer_class(ffn, router, expert_width=width, **options).double().eval()
 
 
 def close(actual, expected):
@@ -117,11 +125,7 @@ def close(actual, expected):
 )
 def test_expert_e_is_part_e_of_the_dense_network(name, parts, units, width, num_experts):
     ffn, last = network(name, parts * units, width), FFNS[name][1]
-    layer = (
-        MoeMlp(ffn, ImageRouter(width, num_experts), num_experts, expert_width=1 / parts)
-        .double()
-        .eval()
-    )
+    layer = MoeMlp(ffn, ImageRouter(width, num_experts), expert_width=1 / parts).double().eval()
     x = torch.randn(3, width, dtype=torch.float64)
     for number, expert in enumerate(layer.each()):
         close(expert(x), reference_part(ffn, last, number % parts, parts)(x))
@@ -258,8 +262,8 @@ def test_drop_redraws_the_same_half_of_an_experts_units_in_all_matrices(name, pa
         for number, parameter in enumerate(ffn.parameters()):  # every matrix has its own scale
             parameter.mul_(0.1 * (number + 1)).add_(number)
     before = {name: weight.clone() for name, weight in ffn.state_dict().items()}
-    layer = MoeMlp(ffn, TopKRouter(32, 8), 8, expert_init="drop", expert_width=1 / parts).double()
-    same = MoeMlp(ffn, TopKRouter(32, 8), 8, expert_width=1 / parts).double()
+    layer = MoeMlp(ffn, TopKRouter(32, 8), expert_init="drop", expert_width=1 / parts).double()
+    same = MoeMlp(ffn, TopKRouter(32, 8), expert_width=1 / parts).double()
     size, kept = hidden // parts, []
     for path, stacked in layer.named_expert_parameters():
         copied = same.get_parameter(path).detach()
@@ -294,7 +298,7 @@ def test_drop_redraws_the_same_half_of_an_experts_units_in_all_matrices(name, pa
 def test_drop_happens_on_every_road(layer_class):
     ffn, other = network("Mlp", 64), network("Mlp", 64)
     if layer_class is EwaMlp:
-        layer = EwaMlp(other, 4, expert_init="drop").double()
+        layer = EwaMlp(other, RandomPartition(4), expert_init="drop").double()
     else:
         layer = layer_of(other, 4, 1, layer_class, expert_init="drop")
 
@@ -322,20 +326,18 @@ def test_drop_happens_on_every_road(layer_class):
 
 def test_drop_redraws_the_larger_half_of_an_odd_number_of_units():
     ffn = network("Mlp", 5)
-    layer = MoeMlp(ffn, TopKRouter(WIDTH, 4), 4, expert_init="drop").double()
+    layer = MoeMlp(ffn, TopKRouter(WIDTH, 4), expert_init="drop").double()
     is_kept = (layer.fc1.weight == ffn.fc1.weight).all(2)
     assert is_kept.sum(1).tolist() == [2] * 4
 
 
 def test_drop_of_a_single_unit_and_of_weights_without_values():
     layer = MoeMlp(
-        network("Mlp", 3), TopKRouter(WIDTH, 4), 4, expert_init="drop", expert_width=1 / 3
+        network("Mlp", 3), TopKRouter(WIDTH, 4), expert_init="drop", expert_width=1 / 3
     ).double()
     assert layer(torch.randn(2, WIDTH, dtype=torch.float64)).isfinite().all()
     with torch.device("meta"):
-        made = SharedExpertMlp(
-            Mlp(8, 16), TopKRouter(8, 4), 4, expert_init="drop", expert_width=0.5
-        )
+        made = SharedExpertMlp(Mlp(8, 16), TopKRouter(8, 4), expert_init="drop", expert_width=0.5)
         assert made.fc1.weight.is_meta
         assert made.fc1.weight.shape == (4, 8, 8)
         made.load_state_dict(Mlp(8, 16).state_dict())
@@ -357,11 +359,11 @@ def test_drop_of_a_single_unit_and_of_weights_without_values():
 )
 def test_bad_widths(width, message):
     with pytest.raises(ValueError, match=message):
-        MoeMlp(Mlp(8, 12), TopKRouter(8, 4), 4, expert_width=width)
+        MoeMlp(Mlp(8, 12), TopKRouter(8, 4), expert_width=width)
 
 
 def test_a_rounded_third():
-    assert MoeMlp(Mlp(8, 12), TopKRouter(8, 6), 6, expert_width=0.33).fc1.weight.shape == (6, 4, 8)
+    assert MoeMlp(Mlp(8, 12), TopKRouter(8, 6), expert_width=0.33).fc1.weight.shape == (6, 4, 8)
 
 
 class Wrong(nn.Module):
@@ -399,4 +401,4 @@ class Wrong(nn.Module):
 def test_networks_without_hidden_units_of_their_own_are_refused(ffn, options):
     message = f"expert_width .*expert_init='drop' .*{type(ffn).__name__}"
     with pytest.raises(ValueError, match=message):
-        MoeMlp(ffn, TopKRouter(8, 4), 4, **options)
+        MoeMlp(ffn, TopKRouter(8, 4), **options)

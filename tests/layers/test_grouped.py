@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import timm_moe
-from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter, grouped, routing_to
+from timm_moe.layers import EwaMlp, MoeMlp, RandomPartition, TopKRouter, grouped, routing_to
 from timm_moe.layers.grouped import Runs, grouped_linear, spread_over_rows
 from timm_moe.layers.grouped_network import grouped_form
 
@@ -333,7 +333,7 @@ IN_TURN = {"doubled", "scaled", *list(NETWORKS)[list(NETWORKS).index("PReLU") :]
 def layer_of(name, router=None, num_experts=4):
     torch.manual_seed(0)
     router = router or TopKRouter(8, num_experts, 2, capacity_factor=0.8, capacity_multiple=1)
-    layer = MoeMlp(NETWORKS[name](), router, num_experts, "independent")
+    layer = MoeMlp(NETWORKS[name](), router, "independent")
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer
@@ -380,7 +380,7 @@ class Silent(Own):
 @pytest.mark.parametrize("make", [Silent, lambda: Named(8, 12)])
 @pytest.mark.first_case
 def test_compiled_experts_that_compute_every_row_say_so_once(make):
-    layer = MoeMlp(make(), TopKRouter(8, 4, 2), 4)
+    layer = MoeMlp(make(), TopKRouter(8, 4, 2))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -420,12 +420,12 @@ def test_an_idle_expert_may_hold_anything_in_a_trace():
 
 def test_a_network_is_made_of_tensors_without_values():
     with FakeTensorMode():
-        layer = EwaMlp(OverNorm(), 2)
+        layer = EwaMlp(OverNorm(), RandomPartition(2))
     assert not layer.is_grouped
 
 
 def test_dropout_inside_and_modes_reach_the_grouped_network():
-    layer = MoeMlp(Mlp(8, 12, drop=0.5), TopKRouter(8, 4), 4).train()
+    layer = MoeMlp(Mlp(8, 12, drop=0.5), TopKRouter(8, 4)).train()
     x = torch.randn(2, 5, 8)
     assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), layer(x))
@@ -437,7 +437,7 @@ def test_dropout_inside_and_modes_reach_the_grouped_network():
 
 def test_no_rows_and_one_row():
     for rows in (0, 1):
-        for layer in (layer_of("Mlp"), EwaMlp(Mlp(8, 12), 4), layer_of("PReLU")):
+        for layer in (layer_of("Mlp"), EwaMlp(Mlp(8, 12), RandomPartition(4)), layer_of("PReLU")):
             y = layer(torch.randn(1, rows, 8))
             assert y.shape == (1, rows, 8)
             y.sum().backward()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import timm_moe
-from timm_moe.layers import EwaMlp, MoeMlp, SharedExpertMlp, TopKRouter
+from timm_moe.layers import EwaMlp, MoeMlp, RandomPartition, SharedExpertMlp, TopKRouter
 from timm_moe.layers.grouped import Runs, grouped_linear
 
 
@@ -40,10 +40,10 @@ def top_k():
 
 
 LAYERS = {
-    "routed": lambda act: MoeMlp(Mlp(8, 12, act_layer=act), top_k(), 4, "independent"),
-    "EWA": lambda act: EwaMlp(Mlp(8, 12, act_layer=act), 4, "independent"),
-    "shared": lambda act: SharedExpertMlp(Mlp(8, 12, act_layer=act), top_k(), 4, "independent"),
-    "own": lambda act: MoeMlp(Own(8, 12, act), top_k(), 4, "independent"),
+    "routed": lambda act: MoeMlp(Mlp(8, 12, act_layer=act), top_k(), "independent"),
+    "EWA": lambda act: EwaMlp(Mlp(8, 12, act_layer=act), RandomPartition(4), "independent"),
+    "shared": lambda act: SharedExpertMlp(Mlp(8, 12, act_layer=act), top_k(), "independent"),
+    "own": lambda act: MoeMlp(Own(8, 12, act), top_k(), "independent"),
 }
 every_layer = pytest.mark.parametrize("kind", LAYERS)
 

@@ -39,7 +39,11 @@ FFNS = {
 
 
 def moe(width=5, hidden=6, num_experts=4, ffn="Mlp", **kwargs):
-    return EwaMlp(FFNS[ffn](width, hidden), num_experts, **{"expert_init": "independent", **kwargs})
+    return EwaMlp(
+        FFNS[ffn](width, hidden),
+        RandomPartition(num_experts),
+        **{"expert_init": "independent", **kwargs},
+    )
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def test_partition_is_fresh_at_each_call_and_uniform():
 )
 def test_equal_experts_compute_the_dense_network(batch, tokens, num_experts, ffn):
     dense = FFNS[ffn](8, 12)
-    layer = EwaMlp(dense, num_experts, expert_init="same")
+    layer = EwaMlp(dense, RandomPartition(num_experts), expert_init="same")
     x = torch.randn(batch, tokens, 8)
     torch.testing.assert_close(layer.train()(x), dense(x))
     torch.testing.assert_close(layer.eval()(x), dense(x))
@@ -144,7 +148,7 @@ def test_experts_without_rows_have_zero_gradients_not_none():
 
 
 def test_dropout_inside_experts_follows_the_layers_mode():
-    layer = EwaMlp(Mlp(8, 16, drop=0.5), 2)
+    layer = EwaMlp(Mlp(8, 16, drop=0.5), RandomPartition(2))
     x = torch.ones(4, 8)
     layer.train()
     assert not torch.equal(layer(x)[0], layer(x)[1])
@@ -155,12 +159,11 @@ def test_dropout_inside_experts_follows_the_layers_mode():
 @pytest.mark.parametrize("ffn", ["Mlp", "SwiGLU"])
 def test_dropout_inside_experts_is_found_among_the_modules(ffn):
     torch.manual_seed(0)
-    layer = MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3, expert_dropout=0.5)
+    layer = MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), expert_dropout=0.5)
     names = [name for name, module in layer.named_modules() if isinstance(module, nn.Dropout)]
     assert names == ["drop1", "drop2"]
     assert (
-        layer.state_dict().keys()
-        == MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3), 3).state_dict().keys()
+        layer.state_dict().keys() == MoeMlp(FFNS[ffn](8, 16), TopKRouter(8, 3)).state_dict().keys()
     )
     x = torch.ones(4, 8)
     for made in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -179,7 +182,7 @@ def test_dropout_inside_experts_is_found_among_the_modules(ffn):
 
 def test_dropout_of_the_experts_is_that_of_the_shared_one_too():
     dense = Mlp(8, 16)
-    layer = SharedExpertMlp(dense, TopKRouter(8, 2), 2, expert_dropout=0.25)
+    layer = SharedExpertMlp(dense, TopKRouter(8, 2), expert_dropout=0.25)
     assert {
         name: m.p for name, m in layer.named_modules() if isinstance(m, nn.Dropout)
     } == dict.fromkeys(["drop1", "drop2", "shared.drop1", "shared.drop2"], 0.25)
@@ -191,24 +194,21 @@ LOSSES = dict(
     loss_weights=dict.fromkeys(["importance", "load", "balance", "balance_top_k"], 0.1),
 )
 ROUTERS = {
-    "random": lambda: EwaMlp(Mlp(8, 16), 4),
-    "top-k": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, **LOSSES), 4),
+    "random": lambda: EwaMlp(Mlp(8, 16), RandomPartition(4)),
+    "top-k": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, **LOSSES)),
     "priority": lambda: MoeMlp(
         Mlp(8, 16),
         TopKRouter(8, 4, 1, capacity_factor=1.0, batch_priority=True, group_images=2, **LOSSES),
-        4,
     ),
-    "renorm": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, gate_mode="renorm", **LOSSES), 4),
-    "image": lambda: MoeMlp(Mlp(8, 16), ImageRouter(8, 4, 2, capacity_factor=1.0, **LOSSES), 4),
-    "shared": lambda: SharedExpertMlp(Mlp(8, 16), TopKRouter(8, 4, gate_mode="one", **LOSSES), 4),
+    "renorm": lambda: MoeMlp(Mlp(8, 16), TopKRouter(8, 4, 2, gate_mode="renorm", **LOSSES)),
+    "image": lambda: MoeMlp(Mlp(8, 16), ImageRouter(8, 4, 2, capacity_factor=1.0, **LOSSES)),
+    "shared": lambda: SharedExpertMlp(Mlp(8, 16), TopKRouter(8, 4, gate_mode="one", **LOSSES)),
     "pbe": lambda: MoeMlp(
-        Mlp(8, 16), EnsembleRouter(8, 4, ensemble_size=2, capacity_factor=1.0, **LOSSES), 4
+        Mlp(8, 16), EnsembleRouter(8, 4, ensemble_size=2, capacity_factor=1.0, **LOSSES)
     ),
-    "tiling": lambda: MoeMlp(Mlp(8, 16), TilingRouter(8, 4, ensemble_size=2, **LOSSES), 4),
-    "partitioning": lambda: MoeMlp(
-        Mlp(8, 16), PartitionedRouter(8, 4, ensemble_size=2, **LOSSES), 4
-    ),
-    "multi-head": lambda: MoeMlp(Mlp(8, 16), MultiHeadRouter(8, 4, 2, **LOSSES), 4),
+    "tiling": lambda: MoeMlp(Mlp(8, 16), TilingRouter(8, 4, ensemble_size=2, **LOSSES)),
+    "partitioning": lambda: MoeMlp(Mlp(8, 16), PartitionedRouter(8, 4, ensemble_size=2, **LOSSES)),
+    "multi-head": lambda: MoeMlp(Mlp(8, 16), MultiHeadRouter(8, 4, 2, **LOSSES)),
 }
 
 
@@ -235,7 +235,7 @@ def test_independent_init_keeps_the_first_expert_and_the_scale():
     dense = Mlp(64, 256)
     nn.init.trunc_normal_(dense.fc1.weight, std=0.02)
     nn.init.zeros_(dense.fc1.bias)
-    layer = EwaMlp(dense, 4, expert_init="independent")
+    layer = EwaMlp(dense, RandomPartition(4), expert_init="independent")
     assert torch.equal(layer.fc1.weight[0], dense.fc1.weight)
     assert layer.fc1.bias.abs().max() == 0
     flat = layer.fc1.weight.detach().flatten(1)
@@ -247,7 +247,7 @@ def test_independent_init_keeps_the_scale_of_each_half_of_a_gated_layer():
     """timm begins the gate's half near zero, with a bias of one."""
     dense = GluMlp(64, 2 * 96)
     dense.init_weights()
-    layer = EwaMlp(dense, 4, expert_init="independent")
+    layer = EwaMlp(dense, RandomPartition(4), expert_init="independent")
     for name in ("fc1.weight", "fc1.bias"):
         for half in layer.get_parameter(name).detach().chunk(2, dim=1):
             first, *others = half.flatten(1)
@@ -327,7 +327,7 @@ class Undrawn(Router):
 
 def test_a_router_on_meta_that_cannot_be_drawn_is_refused_or_nan():
     with torch.device("meta"):
-        layer = MoeMlp(Mlp(5, 6), Undrawn(), 4)
+        layer = MoeMlp(Mlp(5, 6), Undrawn())
     with pytest.raises(RuntimeError, match=r"Undrawn .*reset_parameters\(\)"):
         layer.load_state_dict(Mlp(5, 6).state_dict(), assign=True)
     weights = {**Mlp(5, 6).to("meta").state_dict(), **layer.router.state_dict(prefix="router.")}
@@ -335,7 +335,7 @@ def test_a_router_on_meta_that_cannot_be_drawn_is_refused_or_nan():
     assert layer.load_state_dict(weights, assign=True).missing_keys == []
     layer.to_empty(device="cpu").load_state_dict(Mlp(5, 6).state_dict())
     assert layer.router.linear.weight.isnan().all()
-    layer.load_state_dict(MoeMlp(Mlp(5, 6), Undrawn(), 4).state_dict())
+    layer.load_state_dict(MoeMlp(Mlp(5, 6), Undrawn()).state_dict())
     assert layer.router.linear.weight.isfinite().all()
 
 
@@ -417,4 +417,4 @@ def test_an_unknown_init():
 
 def test_a_network_with_buffers_is_refused():
     with pytest.raises(ValueError, match="buffers"):
-        EwaMlp(Mlp(8, 16, norm_layer=nn.BatchNorm1d), 2)
+        EwaMlp(Mlp(8, 16, norm_layer=nn.BatchNorm1d), RandomPartition(2))

@@ -9,7 +9,7 @@ import torch
 from timm.layers import Mlp
 from torch import nn
 
-from timm_moe.layers import EwaMlp
+from timm_moe.layers import EwaMlp, RandomPartition
 from timm_moe.layers.living import living, register, unregister
 
 
@@ -47,7 +47,7 @@ def test_the_list_of_living_objects_bears_threads():
 
 @pytest.mark.ci
 def test_models_may_be_copied_while_another_thread_trains():
-    layer = EwaMlp(Mlp(2, 2), num_experts=2)
+    layer = EwaMlp(Mlp(2, 2), RandomPartition(2))
     copies = []
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     thread = threading.Thread(

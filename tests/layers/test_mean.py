@@ -4,11 +4,11 @@ import pytest
 import torch
 from timm.layers import Mlp
 
-from timm_moe.layers import EwaMlp
+from timm_moe.layers import EwaMlp, RandomPartition
 
 
 def layer():
-    return EwaMlp(Mlp(8, 12), 4, "independent").eval()
+    return EwaMlp(Mlp(8, 12), RandomPartition(4), "independent").eval()
 
 
 def plain(layer, x):

@@ -133,7 +133,7 @@ def test_without_capacities_the_order_of_the_rows_does_not_matter(case, data):
     """But to an image router, for which the first row decides, and to one with noise."""
     router, x, _ = case
     router.capacity_factor = None
-    layer = MoeMlp(Mlp(WIDTH, 6), router, router.num_experts, "independent")
+    layer = MoeMlp(Mlp(WIDTH, 6), router, "independent")
     new = torch.tensor(data.draw(st.permutations(range(x.shape[1]))))
     if isinstance(router, MultiHeadRouter):  # it decides by the first copy of an image
         x = x[:: router.top_k].repeat_interleave(router.top_k, 0)

@@ -15,12 +15,12 @@ from timm.layers import Mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from timm_moe.layers import EwaMlp, MoeMlp, TopKRouter
+from timm_moe.layers import EwaMlp, MoeMlp, RandomPartition, TopKRouter
 
 KINDS = {
-    "random": lambda: EwaMlp(Mlp(8, 12), 4, "independent"),
-    "noisy": lambda: MoeMlp(Mlp(8, 12), TopKRouter(8, 4, 2, noise_std=4.0), 4, "independent"),
-    "plain": lambda: MoeMlp(Mlp(8, 12), TopKRouter(8, 4, 2, capacity_factor=0.8), 4, "independent"),
+    "random": lambda: EwaMlp(Mlp(8, 12), RandomPartition(4), "independent"),
+    "noisy": lambda: MoeMlp(Mlp(8, 12), TopKRouter(8, 4, 2, noise_std=4.0), "independent"),
+    "plain": lambda: MoeMlp(Mlp(8, 12), TopKRouter(8, 4, 2, capacity_factor=0.8), "independent"),
 }
 
 

@@ -30,11 +30,12 @@ from timm_moe.layers import (
 from timm_moe.layers.dispatch import assign, combine, expert_capacity, partition, queue
 from timm_moe.layers.functional import Mode
 from timm_moe.layers.router import generator_device
+from timm_moe.layers.routers import LOSSES
 
 
 def routed(width=5, hidden=6, num_experts=4, expert_init="independent", **options):
     router = TopKRouter(width, num_experts, **options)
-    return MoeMlp(Mlp(width, hidden), router, num_experts, expert_init)
+    return MoeMlp(Mlp(width, hidden), router, expert_init)
 
 
 def slow_forward(layer, x, priority, capacity):
@@ -182,7 +183,7 @@ def test_inductor_compiles_a_model_as_one_graph_forward_and_backward(options):
 @given(tokens=st.integers(1, 40), num_experts=st.integers(1, 9))
 def test_all_of_equal_experts_without_dropping_compute_the_dense_network(tokens, num_experts):
     dense = Mlp(8, 16)
-    layer = MoeMlp(dense, TopKRouter(8, num_experts, top_k=num_experts), num_experts)
+    layer = MoeMlp(dense, TopKRouter(8, num_experts, top_k=num_experts))
     x = torch.randn(tokens, 8)
     torch.testing.assert_close(layer(x), dense(x), rtol=1e-4, atol=1e-5)
 
@@ -226,7 +227,9 @@ def test_large_capacity_and_none_drop_nothing():
 @pytest.mark.first_case
 def test_second_derivatives_and_no_forward_mode(layer_class):
     layer = (
-        routed(top_k=2, capacity_factor=0.5) if layer_class == "routed" else EwaMlp(Mlp(5, 6), 4)
+        routed(top_k=2, capacity_factor=0.5)
+        if layer_class == "routed"
+        else EwaMlp(Mlp(5, 6), RandomPartition(4))
     ).double()
     x, v = torch.randn(2, 7, 5, dtype=torch.float64), torch.randn(2, 7, 5, dtype=torch.float64)
 
@@ -314,15 +317,18 @@ def test_the_last_batch_of_an_evaluation_is_one_group():
 
 
 def test_router_computes_in_float32_under_autocast_and_in_low_precision():
-    layer = routed(8, 16, top_k=2, loss_weights={"balance": 1.0})
+    losses = set(LOSSES) - {"load"}
+    layer = routed(8, 16, top_k=2, loss_weights=dict.fromkeys(losses, 1.0))
     x = torch.randn(2, 30, 8)
     expected, exact = layer.router(x), layer.router.records[-1]
+    probabilities = layer.router.probabilities(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         routing = layer.router(x)
+        assert torch.equal(layer.router.probabilities(x), probabilities)
         assert layer(x).dtype == torch.bfloat16
     assert torch.equal(routing.token_indices, expected.token_indices)
     assert torch.equal(routing.gates, expected.gates)
-    assert layer.router.records[-1].losses["balance"] == exact.losses["balance"]
+    assert layer.router.records[-1].losses == exact.losses
     low = copy.deepcopy(layer).bfloat16()
     assert low(x.bfloat16()).dtype == torch.bfloat16
     assert low.router(x.bfloat16()).gates.dtype == torch.float32
@@ -546,7 +552,7 @@ def test_rows_are_cast_before_they_are_gathered_to_the_same_values(
     are_equal, router, options, monkeypatch
 ):
     torch.manual_seed(0)
-    layer = MoeMlp(Mlp(8, 16), router(8, 4, **options), 4, "independent")
+    layer = MoeMlp(Mlp(8, 16), router(8, 4, **options), "independent")
     x = torch.randn(3, 6, 8, requires_grad=True)
     outcomes = []
     for casts in (True, False):
@@ -567,7 +573,7 @@ def test_rows_are_cast_before_they_are_gathered_to_the_same_values(
 )
 def test_only_rows_that_one_linear_layer_takes_are_cast_before(network, dtype):
     ffn = nn.Sequential(nn.Linear(8, 8)) if network is nn.Sequential else network(8, 16)
-    layer = MoeMlp(ffn, TopKRouter(8, 4), 4)
+    layer = MoeMlp(ffn, TopKRouter(8, 4))
     x = torch.randn(3, 8)
     assert layer.dtype_of_rows(x, Mode.EAGER) is None
     with torch.autocast("cpu", torch.bfloat16):

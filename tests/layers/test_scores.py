@@ -17,7 +17,7 @@ from timm_moe.layers import MoeMlp, TopKRouter, losses
 def layer(num_experts=4, top_k=2, **options):
     router = TopKRouter(5, num_experts, top_k, **options)
     torch.nn.init.normal_(router.weight)
-    return MoeMlp(Mlp(5, 6), router, num_experts, "independent").double()
+    return MoeMlp(Mlp(5, 6), router, "independent").double()
 
 
 def reference(moe, x):

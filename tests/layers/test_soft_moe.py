@@ -13,7 +13,7 @@ def layer(width=5, hidden=6, num_experts=3, slots=2, ffn=None):
     ffn = Mlp(width, hidden) if ffn is None else ffn
     router = SoftRouter(width, num_experts, slots)
     torch.nn.init.normal_(router.scale, 3)
-    return SoftMoeMlp(ffn, router, num_experts, "independent").double()
+    return SoftMoeMlp(ffn, router, "independent").double()
 
 
 def unit(vector):

@@ -35,7 +35,7 @@ class TopP(Router):
 
 def layer_of(top_k=3, p=0.5, num_experts=4):
     router = TopP(6, num_experts, top_k, p)
-    return MoeMlp(Mlp(6, 8).double(), router, num_experts, "independent")
+    return MoeMlp(Mlp(6, 8).double(), router, "independent")
 
 
 def slow(layer, x):

@@ -176,17 +176,11 @@ def test_members_route_as_routers_of_their_own(
     whole = MoeMlp(
         ffn,
         EnsembleRouter(5, num_experts, top_k, ensemble_size=members, **options),
-        num_experts,
         "independent",
     )
-    parts = MoeMlp(
-        ffn, PartitionedRouter(5, num_experts, top_k, ensemble_size=members, **options), num_experts
-    )
+    parts = MoeMlp(ffn, PartitionedRouter(5, num_experts, top_k, ensemble_size=members, **options))
     parts.load_state_dict(whole.state_dict())
-    alone = [
-        MoeMlp(ffn, TopKRouter(5, experts_each, top_k, **options), experts_each)
-        for _ in range(members)
-    ]
+    alone = [MoeMlp(ffn, TopKRouter(5, experts_each, top_k, **options)) for _ in range(members)]
     for member, layer in enumerate(alone):
         own = slice(member * experts_each, (member + 1) * experts_each)
         layer.load_state_dict({name: tensor[own] for name, tensor in whole.state_dict().items()})
@@ -220,8 +214,8 @@ def test_members_route_as_routers_of_their_own(
 def test_heads_get_the_choices_one_by_one(top_k, images, rows, factor, compiled):
     options = dict(capacity_factor=factor, capacity_multiple=1)
     ffn = Mlp(5, 6)
-    summed = MoeMlp(ffn, TopKRouter(5, 4, top_k, **options), 4, "independent")
-    heads = MoeMlp(ffn, MultiHeadRouter(5, 4, top_k, **options), 4)
+    summed = MoeMlp(ffn, TopKRouter(5, 4, top_k, **options), "independent")
+    heads = MoeMlp(ffn, MultiHeadRouter(5, 4, top_k, **options))
     heads.load_state_dict(summed.state_dict())
     x = torch.randn(images, rows, 5)
     with pytest.MonkeyPatch.context() as patch:

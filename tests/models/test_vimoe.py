@@ -17,7 +17,7 @@ def case(golden):
 
 def layer(case, router_class=ImageRouter, layer_class=MoeMlp, **options):
     router = router_class(8, 4, loss_weights={"balance": 1.0}, **options)
-    made = layer_class(Mlp(8, 12), router, 4).double()
+    made = layer_class(Mlp(8, 12), router).double()
     names = {
         "fc1.weight": "W1",
         "fc1.bias": "b1",
@@ -71,7 +71,7 @@ def test_an_image_is_dropped_as_a_whole(case, road, monkeypatch):
 
 def test_a_dense_checkpoint_becomes_routed_and_shared_experts():
     dense = Mlp(8, 12)
-    made = SharedExpertMlp(Mlp(8, 12), ImageRouter(8, 1), 1)
+    made = SharedExpertMlp(Mlp(8, 12), ImageRouter(8, 1))
     made.load_state_dict(dense.state_dict())
     x = torch.randn(3, 5, 8)
     torch.testing.assert_close(made(x), 2 * dense(x))  # a single expert has gate 1
@@ -79,7 +79,7 @@ def test_a_dense_checkpoint_becomes_routed_and_shared_experts():
 
 @pytest.mark.parametrize("ffn", [Mlp, SwiGLU])
 def test_a_shared_expert_that_starts_at_zero_adds_nothing(ffn):
-    made = SharedExpertMlp(ffn(8, 12), ImageRouter(8, 1), 1, shared_init="zero_out")
+    made = SharedExpertMlp(ffn(8, 12), ImageRouter(8, 1), shared_init="zero_out")
     x = torch.randn(3, 5, 8)
     assert not made.shared(x).any()
     dense = ffn(8, 12)

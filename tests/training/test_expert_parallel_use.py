@@ -36,6 +36,7 @@ from timm_moe.layers import (
     EwaMlp,
     ExpertChoiceRouter,
     MoeMlp,
+    RandomPartition,
     Router,
     TopKRouter,
     routing_to,
@@ -90,7 +91,7 @@ def own_experts_worker(rank, folder):
     """
     join_group(rank, folder)
     torch.manual_seed(0)
-    layer = EwaMlp(Mlp(5, 6), 4, "independent")
+    layer = EwaMlp(Mlp(5, 6), RandomPartition(4), "independent")
     whole = [
         layer.to_ffn({n: p.detach()[e] for n, p in layer.named_expert_parameters()})
         for e in range(4)
@@ -116,7 +117,7 @@ def empty_worker(rank, folder):
     """A process without images does not stop the other, whatever the form of the experts' input."""
     join_group(rank, folder)
     torch.manual_seed(0)
-    layer = MoeMlp(Mlp(5, 6), ExpertChoiceRouter(5, 4, noise_std=0.0), 4, "independent")
+    layer = MoeMlp(Mlp(5, 6), ExpertChoiceRouter(5, 4, noise_std=0.0), "independent")
     whole = copy.deepcopy(layer)
     timm_moe.parallelize_experts(nn.ModuleDict({"mlp": layer}), init_device_mesh("cpu", (2,)))
     x = torch.randn(rank, 8, 5)
@@ -295,7 +296,7 @@ def ungrouped_worker(rank, folder):
     """
     join_group(rank, folder)
     torch.manual_seed(0)
-    layer = MoeMlp(ByTwo(), TopKRouter(WIDTH, 4, 2), 4, "independent").eval()
+    layer = MoeMlp(ByTwo(), TopKRouter(WIDTH, 4, 2), "independent").eval()
     x, model = torch.randn(3, 5, WIDTH), nn.ModuleDict({"mlp": layer})
     expected = layer(x)
     timm_moe.parallelize_experts(model, init_device_mesh("cpu", (2,)))

@@ -16,7 +16,7 @@ from torch import nn
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging, start_averaging
-from timm_moe.layers import EwaMlp, begin_forward
+from timm_moe.layers import EwaMlp, RandomPartition, begin_forward
 
 
 class Own:
@@ -286,7 +286,7 @@ def means_of_experts(opt, is_averaged):
     The gradients differ in size by powers of ten.
     """
     torch.manual_seed(0)
-    layer = EwaMlp(Mlp(8, 16), 4, "independent").double()
+    layer = EwaMlp(Mlp(8, 16), RandomPartition(4), "independent").double()
     layer.share_rate = 0.0
     optimizer = create_optimizer_v2(layer, opt=opt, lr=1e-2, weight_decay=0.0)
     if is_averaged:

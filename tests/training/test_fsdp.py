@@ -35,7 +35,7 @@ from timm_moe import (
     start_averaging,
     to_dense,
 )
-from timm_moe.layers import EwaMlp
+from timm_moe.layers import EwaMlp, RandomPartition
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 STEPS = 3
@@ -49,7 +49,7 @@ def start(rank, folder, processes=2):
 def shard_a_part(rank, folder, by_fsdp2):
     start(rank, folder)
     torch.manual_seed(0)
-    layer = EwaMlp(Mlp(8, 12), 2).eval()
+    layer = EwaMlp(Mlp(8, 12), RandomPartition(2)).eval()
     if by_fsdp2:
         fully_shard(layer.fc1)
     else:

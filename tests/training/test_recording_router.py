@@ -231,7 +231,8 @@ def test_nothing_piles_up(case, road):
     assert len(router.records) == (3 if road == "forward_features" else 1)
     if case != "forgotten":
         for _ in range(2 * KEPT):
-            router.record({}, torch.ones(1, router.num_experts))
+            losses = dict.fromkeys(router.loss_weights, torch.zeros(()))
+            router.record(losses, torch.ones(1, router.num_experts))
         assert len(router.records) == KEPT
 
 

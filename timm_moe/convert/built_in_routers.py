@@ -219,8 +219,7 @@ register_router(
     RouterSpec(
         "random",
         lambda dim, num_experts: RandomPartition(num_experts),
-        # The layer makes its own random partition.
-        layer=lambda ffn, router, num_experts, **options: EwaMlp(ffn, num_experts, **options),
+        layer=EwaMlp,
         layer_options={},
         built_in=True,
     )

@@ -150,7 +150,12 @@ def convert_to_moe(
         weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
         with torch.device(weight.device):
             own_router = factory(probe(ffn).width, num_experts, **router_options).to(weight.dtype)
-        layer = spec.layer(ffn, own_router, num_experts, **layer_options)
+        layer = spec.layer(ffn, own_router, **layer_options)
+        if layer.num_experts != num_experts:
+            raise ValueError(
+                f"router={spec.name!r} has {layer.num_experts} experts in {path}, not num_experts="
+                f"{num_experts}: let its factory pass num_experts on."
+            )
         _set_averaging(layer, share_rate, share_schedule)
         if layer.router.needs_whole_images and not has_images_first(model, path):
             raise ValueError(

@@ -17,7 +17,6 @@ MakeRouter = Callable[[int, int], Router]
 def routed_layer(
     ffn: nn.Module,
     router: Router,
-    num_experts: int,
     *,
     shared_expert: bool,
     shared_init: str,
@@ -28,7 +27,6 @@ def routed_layer(
     Args:
         ffn: the dense network.
         router: the router.
-        num_experts: E.
         shared_expert: add an expert that every token passes through.
         shared_init: its initial weights (see ``convert_to_moe``).
         options: other options of :class:`timm_moe.layers.MoeMlp`.
@@ -40,8 +38,8 @@ def routed_layer(
     if shared_init != "pretrained" and not shared_expert:
         raise ValueError(f"shared_init={shared_init!r} is an option of shared_expert=True.")
     if shared_expert:
-        return SharedExpertMlp(ffn, router, num_experts, shared_init=shared_init, **options)
-    return MoeMlp(ffn, router, num_experts, **options)
+        return SharedExpertMlp(ffn, router, shared_init=shared_init, **options)
+    return MoeMlp(ffn, router, **options)
 
 
 _LAYER_OPTIONS = {"shared_expert": False, "shared_init": "pretrained", "expert_width": 1}
@@ -58,7 +56,7 @@ class RouterSpec:
         options: options of the factory with their defaults: keywords of ``convert_to_moe`` and of
             train.py's ``--model-kwargs``.
         last_factory: the factory for the last expert layer, if it is another.
-        layer: ``(ffn, router, num_experts, **options)`` -> the expert layer.
+        layer: ``(ffn, router, **options)`` -> the expert layer.
         layer_options: options of the layer with their defaults.
         check: raises ValueError if the model, or the options together, do not suit this router.
         built_in: the router comes with this package. The names of its options never clash with

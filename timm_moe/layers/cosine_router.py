@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .functional import no_autocast
 from .routers import TopKRouter
 
 #: P.
@@ -55,11 +56,12 @@ class CosineRouter(TopKRouter):
     def _logits(self, x_GBND: Tensor) -> Tensor:
         """Compute the logits (G, B, N, E) of rows (G, B, N, D), in float32 at least."""
         dtype = torch.promote_types(x_GBND.dtype, torch.float32)
-        x_GBNP = nn.functional.linear(
-            x_GBND.to(dtype), self.projection.to(dtype), self.projection_bias.to(dtype)
-        )
-        scale = self.log_scale.to(dtype).clamp(max=math.log(MOST_SCALE)).exp()
-        direction_EP = nn.functional.normalize(self.weight.to(dtype), dim=1) * scale
-        # To divide a row's E logits by its norm is cheaper than to divide its P entries.
-        norm_GBN1 = torch.linalg.vector_norm(x_GBNP, dim=-1, keepdim=True).clamp(min=1e-12)
-        return nn.functional.linear(x_GBNP, direction_EP) / norm_GBN1
+        with no_autocast(x_GBND):
+            x_GBNP = nn.functional.linear(
+                x_GBND.to(dtype), self.projection.to(dtype), self.projection_bias.to(dtype)
+            )
+            scale = self.log_scale.to(dtype).clamp(max=math.log(MOST_SCALE)).exp()
+            direction_EP = nn.functional.normalize(self.weight.to(dtype), dim=1) * scale
+            # To divide a row's E logits by its norm is cheaper than to divide its P entries.
+            norm_GBN1 = torch.linalg.vector_norm(x_GBNP, dim=-1, keepdim=True).clamp(min=1e-12)
+            return nn.functional.linear(x_GBNP, direction_EP) / norm_GBN1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .checks import check_choice, check_integer, check_number
 from .dispatch import Routing, equal_runs, expert_capacity, images_of_group, largest
-from .functional import current_mode, no_autocast
+from .functional import current_mode
 from .router import Router, linear_logits, with_noise
 
 GATE_MODES = ("prob", "renorm")
@@ -95,13 +95,12 @@ class ExpertChoiceRouter(Router):
             size, self.num_experts, self.capacity_factor, "round", multiple_of=1, most=size
         )
         mode = current_mode()
-        with no_autocast(x):
-            logits_GSE = linear_logits(x.reshape(groups, size, x.shape[-1]), self.weight)
-            if self.noise_std and self.training:
-                logits_GSE = with_noise(logits_GSE, self.noise_std)
-            gate_GES = logits_GSE.softmax(2).transpose(1, 2)
-            row_GEC = largest(gate_GES.detach(), capacity, mode)
-            gate_GEC = gate_GES.gather(2, row_GEC)
+        logits_GSE = linear_logits(x.reshape(groups, size, x.shape[-1]), self.weight)
+        if self.noise_std and self.training:
+            logits_GSE = with_noise(logits_GSE, self.noise_std)
+        gate_GES = logits_GSE.softmax(2).transpose(1, 2)
+        row_GEC = largest(gate_GES.detach(), capacity, mode)
+        gate_GEC = gate_GES.gather(2, row_GEC)
 
         first_row_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * size
         token_N = (first_row_G11 + row_GEC).transpose(0, 1).flatten()

@@ -19,7 +19,6 @@ from .living import living, register
 from .probe import probe
 from .recording_router import in_backward
 from .router import Router
-from .routers import RandomPartition
 
 #: Number of training forwards without a step after which a layer warns. No accumulation of
 #: gradients is so long: a batch of 4,096 images may take 256.
@@ -31,9 +30,8 @@ class MoeMlp(Experts):
 
     Args:
         ffn: the dense network to replace.
-        router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over the
+        router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over its
             E experts.
-        num_experts: E.
         expert_init: see :class:`Experts`.
         options: see :class:`Experts`.
 
@@ -69,7 +67,6 @@ class MoeMlp(Experts):
         self,
         ffn: nn.Module,
         router: Router,
-        num_experts: int,
         expert_init: str = "same",
         **options: Any,
     ):
@@ -78,7 +75,7 @@ class MoeMlp(Experts):
                 f"A router is a subclass of timm_moe.layers.Router, and {type(router).__name__} is "
                 "not."
             )
-        super().__init__(ffn, num_experts, expert_init, **options)
+        super().__init__(ffn, router.num_experts, expert_init, **options)
         self.router = router
         register(self)
 
@@ -397,19 +394,12 @@ class EwaMlp(MoeMlp):
     batch. In eval mode the layer computes the network that is deployed, the mean of the experts
     (eq. 7).
 
-    Args:
-        ffn: the dense network to replace.
-        num_experts: E.
-        expert_init: see :class:`Experts`.
-        options: see :class:`Experts`.
+    It takes the arguments of :class:`MoeMlp`, the router being a :class:`RandomPartition`.
     """
 
     deploys_dense = True
     share_rate = 0.3
     share_schedule = "linear"
-
-    def __init__(self, ffn: nn.Module, num_experts: int, expert_init: str = "same", **options: Any):
-        super().__init__(ffn, RandomPartition(num_experts), num_experts, expert_init, **options)
 
     def padding_of(self, x: Tensor) -> Tensor | None:
         """Return the padding to leave out, as :class:`MoeMlp` does.

@@ -164,14 +164,15 @@ class RecordingRouter(Router):
         """Take a record; ``forward`` calls this where :meth:`is_recording`.
 
         Args:
-            losses: mean over the groups of each loss by name, with its gradient, without its
-                weight. Each has a weight in ``loss_weights``.
+            losses: each loss in ``loss_weights`` by name, without its weight: its mean over the
+                groups, with its gradient.
             load_GE: (G, E) number of choices of each expert in each group.
             capacity: number of choices of a group that an expert takes; None for all.
             gates: the chosen experts' gates. Where there are no losses, they tell of NaN.
 
         Raises:
-            ValueError: if a loss has no weight, or ``load_GE`` has another shape.
+            ValueError: if a loss has no weight, a weight has no loss, or ``load_GE`` has another
+                shape.
             RuntimeError: if backward repeats a forward that ran without gradients, so that nothing
                 was recorded.
         """
@@ -183,6 +184,11 @@ class RecordingRouter(Router):
         for name in losses.keys() - self.loss_weights.keys():
             raise ValueError(
                 f"The loss {name!r} has no weight: give {type(self).__name__} one in loss_weights."
+            )
+        for name in self.loss_weights.keys() - losses.keys():
+            raise ValueError(
+                f"{type(self).__name__} records no loss {name!r}, and loss_weights has one: record "
+                "it in every forward, as zero where it has no part."
             )
         # In a repetition only the record is left out, not the losses, since checkpointing expects
         # the same operators again.

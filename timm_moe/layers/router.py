@@ -7,11 +7,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .functional import no_autocast
+
 
 def linear_logits(x: Tensor, weight_ED: Tensor) -> Tensor:
-    """Multiply rows (..., D) by a router's weights, to (..., E), in float32 at least."""
+    """Multiply rows (..., D) by a router's weights, to (..., E).
+
+    It is done in float32 at least, under autocast too.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return nn.functional.linear(x.to(dtype), weight_ED.to(dtype))
+    with no_autocast(x):
+        return nn.functional.linear(x.to(dtype), weight_ED.to(dtype))
 
 
 def generator_device(device: torch.device) -> torch.device:

@@ -222,30 +222,25 @@ class TopKRouter(RecordingRouter):
         groups = self._groups(batch)
         x_GBND = x.reshape(groups, batch // groups, rows, x.shape[-1])
         capacity = self._capacity(batch // groups * rows)
-        with no_autocast(x):
-            logits_GBNE = self._logits(x_GBND)
-            is_noisy = self.noise_std and (self.training or self.noisy_in_eval)
-            noisy_GBNE = with_noise(logits_GBNE, self.noise_std) if is_noisy else logits_GBNE
-            gate_GBNE = self._gates(noisy_GBNE)
-            # A sigmoid of large logits is rounded to one; the logits have the same order.
-            by_logits = self.score == "sigmoid" and self.balancing_bias is None
-            ranked_GBNE = noisy_GBNE if by_logits else gate_GBNE
-            chosen_GBNK, choice_GBNK = _top_k(
-                gate_GBNE, self.top_k, ranked_GBNE, self.balancing_bias
-            )
-            chosen_GSK, expert_GSK = (
-                chosen_GBNK.flatten(1, 2),
-                self._experts(choice_GBNK).flatten(1, 2),
-            )
-            priority_GS = chosen_GSK[..., 0] if self.batch_priority else None
-            queues = queue(expert_GSK, self.num_experts, priority_GS, mode)
-            may_wait = not self.training and mode is Mode.EAGER
-            routing = assign(
-                expert_GSK, self._factors(chosen_GSK), queues, capacity, mode, may_wait
-            )
-            if self.is_recording():
-                losses = self._losses(logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK, queues)
-                self.record(losses, queues.load.long(), capacity, chosen_GSK)
+        logits_GBNE = self._logits(x_GBND)
+        is_noisy = self.noise_std and (self.training or self.noisy_in_eval)
+        noisy_GBNE = with_noise(logits_GBNE, self.noise_std) if is_noisy else logits_GBNE
+        gate_GBNE = self._gates(noisy_GBNE)
+        # A sigmoid of large logits is rounded to one; the logits have the same order.
+        by_logits = self.score == "sigmoid" and self.balancing_bias is None
+        ranked_GBNE = noisy_GBNE if by_logits else gate_GBNE
+        chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k, ranked_GBNE, self.balancing_bias)
+        chosen_GSK, expert_GSK = (
+            chosen_GBNK.flatten(1, 2),
+            self._experts(choice_GBNK).flatten(1, 2),
+        )
+        priority_GS = chosen_GSK[..., 0] if self.batch_priority else None
+        queues = queue(expert_GSK, self.num_experts, priority_GS, mode)
+        may_wait = not self.training and mode is Mode.EAGER
+        routing = assign(expert_GSK, self._factors(chosen_GSK), queues, capacity, mode, may_wait)
+        if self.is_recording():
+            losses = self._losses(logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK, queues)
+            self.record(losses, queues.load, capacity, chosen_GSK)
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter
@@ -345,7 +340,10 @@ class TopKRouter(RecordingRouter):
             "global_entropy": lambda: global_entropy_loss(exact_GSE()),
             "z": lambda: z_loss(groups(logits_GBNE)),
         }
-        extra = self.extra_losses(groups(logits_GBNE), groups(gate_GBNE)) if self.own_losses else {}
+        extra: dict[str, Tensor] = {}
+        if self.own_losses:
+            with no_autocast(logits_GBNE):
+                extra = self.extra_losses(groups(logits_GBNE), groups(gate_GBNE))
         return {
             name: _mean(extra[name] if name in extra else losses[name]())
             for name in self.loss_weights

@@ -23,7 +23,7 @@ from timm_moe.export.history import History
 
 
 def fused_layer(width=6, num_experts=3, common_share=0.0):
-    layer = FusedMlp(Mlp(width, 5), Fusion(num_experts, common_share), num_experts, "independent")
+    layer = FusedMlp(Mlp(width, 5), Fusion(num_experts, common_share), "independent")
     torch.nn.init.normal_(layer.router.logits)
     return layer
 
@@ -74,7 +74,7 @@ def test_equal_weights_are_the_mean_and_one_expert_is_dense():
     x = torch.randn(4, 6)
     torch.testing.assert_close(layer(x), layer.run_mean(x))
     dense = Mlp(6, 5)
-    torch.testing.assert_close(FusedMlp(dense, Fusion(1), 1)(x), dense(x))
+    torch.testing.assert_close(FusedMlp(dense, Fusion(1))(x), dense(x))
 
 
 def test_the_exported_model_is_stock_and_computes_the_same(images, tmp_path):
