@@ -169,6 +169,13 @@ def test_an_activation_of_a_users_is_no_obstacle(named):
     assert model.blocks[0].mlp.is_grouped
 
 
+@pytest.mark.parametrize("network", [Scalar, lambda: Mlp(8, 12)])
+def test_the_log_tells_of_experts_that_run_one_by_one(network, caplog):
+    caplog.set_level("INFO", "timm_moe")
+    convert(network)
+    assert ("A Scalar runs expert by expert." in caplog.text) == (network is Scalar)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("network", [ReadsInTraining, Scalar, WithoutAutocast])
 def test_each_expert_computes_what_it_would_alone(network, training):

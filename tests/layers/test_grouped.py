@@ -17,9 +17,18 @@ from timm.layers import GluMlp, LayerScale, Mlp, RmsNorm, SwiGLU
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_moe
-from timm_moe.layers import EwaMlp, MoeMlp, RandomPartition, TopKRouter, grouped, routing_to
+from timm_moe.layers import (
+    EwaMlp,
+    ImageRouter,
+    MoeMlp,
+    RandomPartition,
+    TopKRouter,
+    grouped,
+    routing_to,
+)
 from timm_moe.layers.grouped import Runs, grouped_linear, spread_over_rows
 from timm_moe.layers.grouped_network import grouped_form
 
@@ -136,9 +145,49 @@ def test_autocast_and_dtypes_as_a_linear_layer():
         )
     y.float().sum().backward()
     assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
-    for wrong in (weight.double(), weight[..., :2]):
-        with pytest.raises(RuntimeError):
-            grouped_linear(x, wrong, bias, Runs(end))
+    with pytest.raises(RuntimeError, match=r"float32 meet experts of torch\.float64"):
+        grouped_linear(x, weight.double(), bias, Runs(end))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        grouped_linear(x, weight[..., :2], bias, Runs(end))
+
+
+@pytest.mark.parametrize("are_equal", [True, False])
+def test_no_cast_weights_are_kept_for_backward(are_equal):
+    layer, x = EwaMlp(Mlp(8, 12), RandomPartition(4)), torch.randn(2, 6, 8)
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with equal_slots(are_equal), torch.autocast("cpu", torch.bfloat16), hooks:
+        layer(x).sum().backward()
+    kept = [tensor for tensor in saved if tensor.shape in layer.stacked_shapes.values()]
+    assert {tensor.data_ptr() for tensor in kept} == {
+        layer.fc1.weight.data_ptr(),
+        layer.fc2.weight.data_ptr(),
+    }
+    assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
+
+
+class Casts(TorchDispatchMode):
+    """Counts the elements that are cast to bfloat16."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        if operator is torch.ops.aten._to_copy.default and output.dtype == torch.bfloat16:
+            self.elements += output.numel()
+        return output
+
+
+@torch.no_grad()
+def test_an_evaluation_on_the_cpu_casts_the_experts_that_have_rows():
+    layer = MoeMlp(Mlp(32, 64), ImageRouter(32, 4), "independent").eval()
+    image = torch.randn(1, 2, 32)
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        layer(image)
+    expert = sum(parameter[0].numel() for _, parameter in layer.named_expert_parameters())
+    assert casts.elements < 1.5 * expert
 
 
 @pytest.mark.parametrize(

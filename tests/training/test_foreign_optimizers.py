@@ -16,7 +16,8 @@ from torch import nn
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging, start_averaging
-from timm_moe.layers import EwaMlp, RandomPartition, begin_forward
+from timm_moe.convert.hooks import add_hooks
+from timm_moe.layers import EwaMlp, RandomPartition
 
 
 class Own:
@@ -72,14 +73,14 @@ def test_what_needs_no_averaging_is_not_refused(ewa_vit):
 
 @pytest.fixture
 def few_forwards(monkeypatch):
-    """Let a layer complain after three forwards."""
-    monkeypatch.setattr("timm_moe.layers.moe_mlp.MOST_FORWARDS", 3)
+    """Let a model complain after three forwards."""
+    monkeypatch.setattr("timm_moe.convert.unseen_optimizer.MOST_FORWARDS", 3)
 
 
 def layers_alone(model):
     """A module of the expert layers, all of whose parameters get a gradient."""
     layers = nn.Sequential(*timm_moe.moe_layers(model).values())
-    layers.register_forward_pre_hook(begin_forward)
+    add_hooks(layers, layers)
     return layers
 
 

@@ -172,8 +172,6 @@ def convert_to_moe(
         layer.replaced = tuple(weakref.ref(parameter) for parameter in ffn.parameters())
         layer.train(ffn.training)
         put(model, path, ffn, layer)
-        every = model.named_modules(remove_duplicate=False)
-        layer.blocks = max(1, sum(module is layer for _, module in every))
     add_hooks(model, layers.values())
     if not hasattr(model, "stock_class"):  # A model that is made by its name needs no word.
         _logger.info(f"{type(model).__name__} has {described(layers.values())}")

@@ -18,7 +18,7 @@ def moe_layers(model: nn.Module) -> dict[str, MoeMlp]:
 
 
 def described(layers: Iterable[MoeMlp]) -> str:
-    """Say in a sentence how many experts are where, and which router they have."""
+    """Say how many experts are where, which router they have, and if they run one by one."""
     each = list(layers)
     paths = [layer.path for layer in each]
     where = paths[0] if len(each) == 1 else f"each of {len(each)} layers, {paths[0]} to {paths[-1]}"
@@ -26,7 +26,9 @@ def described(layers: Iterable[MoeMlp]) -> str:
     options = router.extra_repr()
     routed = f"{type(router).__name__}({options})" if options else type(router).__name__
     shared = " and a shared one" if isinstance(each[0], SharedExpertMlp) else ""
-    return f"{numbers_of_experts(each)} experts{shared} in {where}, by {routed}."
+    slow = next((layer for layer in each if not layer.is_grouped), None)
+    told = "" if slow is None else f" A {slow.network_name} runs expert by expert."
+    return f"{numbers_of_experts(each)} experts{shared} in {where}, by {routed}.{told}"
 
 
 def numbers_of_experts(layers: Iterable[MoeMlp]) -> str:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..layers import MoeMlp, RecordingRouter, begin_forward
 from .expert_layers import expert_parameters, moe_layers
 from .split import has_tokens_first
+from .unseen_optimizer import count_forward
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ _MASKS = (
 def add_hooks(model: nn.Module, layers: Iterable[MoeMlp]) -> None:
     """Add the hooks that a model with expert layers needs.
 
-    They watch what the model loads, its forwards, and the masks that the blocks around the new
+    They watch what the model loads, its forwards and the masks that the blocks around the new
     layers get.
 
     Args:
@@ -42,6 +43,9 @@ def add_hooks(model: nn.Module, layers: Iterable[MoeMlp]) -> None:
     """
     own: set[nn.Module] = {*layers}
     _keep(model, model.register_load_state_dict_pre_hook(check_loaded_layers))
+    if not hasattr(model, "forwards_without_step"):
+        vars(model)["forwards_without_step"] = 0
+        _keep(model, model.register_forward_pre_hook(count_forward))
     if any(isinstance(layer.router, RecordingRouter) for layer in own):
         _keep(model, model.register_forward_pre_hook(begin_forward))
 
@@ -62,6 +66,7 @@ def remove_hooks(module: nn.Module) -> None:
     """Remove the hooks of :func:`add_hooks` from a module, not those of its submodules."""
     for handle in vars(module).pop("expert_hooks", ()):
         handle.remove()
+    vars(module).pop("forwards_without_step", None)
 
 
 def check_loaded_layers(

@@ -1,4 +1,4 @@
-"""The dispatcher: queues and capacities of experts, and the way of rows to the experts and back.
+"""Queues and capacities of experts, and the way of rows to the experts and back.
 
 Shape suffixes: T rows, D width, E experts, K choices of a row, G groups, S rows of a group, C rows
 that an expert takes of a group, N slots of the experts.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .functional import Mode, caller, current_mode
+from .functional import Mode, current_mode, fast_apply
 
 #: Ways to round n / d for whole numbers n >= 0 and d. ONNX truncates quotients of negative numbers,
 #: so these formulas have none.
@@ -294,7 +294,8 @@ class Queues(NamedTuple):
     """The choices lined up at the experts.
 
     Attributes:
-        rank: (G, S, K) place of each choice in the queue of its expert, from 1.
+        rank: (G, S, K) position of each choice at its expert, from 1, since slot 0 is spare where
+            experts have equally many slots.
         load_first: (G, E) number of first choices of each expert.
         load: (G, E) number of all choices.
     """
@@ -526,9 +527,9 @@ def combine(y_ND: Tensor, routing: Routing) -> Tensor:
 
 
 def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
-    """Tell if one operator sums the K slots of each row.
+    """Tell if one ``embedding_bag`` sums the K slots of each row.
 
-    It does on a CPU, which memory limits. Compilers make a loop of their own.
+    On a CPU this saves passes over memory. A compiler fuses the passes by itself.
     """
     has_choices = (
         routing.slots is not None and routing.starts is None and routing.slots.shape[1] > 1
@@ -657,7 +658,8 @@ class _ToSlots(torch.autograd.Function):
 class _WeightedSum(torch.autograd.Function):
     """Sums over the slots of each row, each times its gate, (N, D) -> (T, D).
 
-    It is for CPUs, whose index_add has one order.
+    It is used on CPUs alone. The derivative of its backward adds rows, in an order that changes on
+    GPUs.
     """
 
     @staticmethod
@@ -680,5 +682,5 @@ class _WeightedSum(torch.autograd.Function):
         return grad_ND * gate_N.unsqueeze(1), grad_gate_TK, None, None
 
 
-_to_experts, _to_rows, _to_slots = caller(_ToExperts), caller(_ToRows), caller(_ToSlots)
-_weighted_sum = caller(_WeightedSum)
+_to_experts, _to_rows, _to_slots = fast_apply(_ToExperts), fast_apply(_ToRows), fast_apply(_ToSlots)
+_weighted_sum = fast_apply(_WeightedSum)

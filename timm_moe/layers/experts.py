@@ -166,7 +166,7 @@ class Experts(StackedParameters):
         self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}
         if not self._dense_rates:
             raise ValueError(
-                f"A {type(self._ffn).__name__} has no dropout, so expert_dropout cannot be set."
+                f"A {self.network_name} has no dropout, so expert_dropout cannot be set."
             )
         for _, dropout in dropouts(self._ffn):
             dropout.p = float(rate)
@@ -372,6 +372,11 @@ class Experts(StackedParameters):
         """Whether the network runs once over the rows of all experts."""
         return self._grouped is not None
 
+    @property
+    def network_name(self) -> str:
+        """Name of the dense network's class."""
+        return type(self._ffn).__name__
+
     def run(
         self,
         x_ND: Tensor,
@@ -528,7 +533,7 @@ class Experts(StackedParameters):
 
     def extra_repr(self) -> str:
         """Return the network's class and E, which printing the module shows."""
-        return f"ffn={type(self._ffn).__name__}, num_experts={self.num_experts}"
+        return f"ffn={self.network_name}, num_experts={self.num_experts}"
 
 
 def _draw_like_(other: Tensor, like: Tensor, rows: int) -> None:

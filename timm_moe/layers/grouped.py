@@ -5,6 +5,9 @@ shape depends on the lengths of the runs. With ``end_E`` on the CPU nothing wait
 ``end_E`` on a GPU nothing waits where :func:`multiplies_by_offsets` holds; elsewhere each product
 waits for the lengths. Experts with equally many rows, (E, C, D), need no lengths.
 
+Products are in the type of the rows. Under autocast each product casts the weights that it needs,
+in the backward pass once more, so that no cast weights are kept.
+
 Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts, C rows of each expert.
 """
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from .functional import autocast_dtype, caller
+from .functional import autocast_dtype, fast_apply
 
 #: Namespace of this module's operators: the package's name, so that a copy in another package
 #: defines its own.
@@ -86,9 +89,28 @@ def batched_linear(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) ->
     """Compute ``x[e] @ weight[e].T + bias[e]`` for each expert, (E, C, H).
 
     Under autocast the dtype is autocast's.
+
+    Raises:
+        RuntimeError: if widths, dtypes or devices do not fit each other.
     """
-    dtype = autocast_dtype(x_ECD)
-    return _batched(_cast(x_ECD, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype))
+    return _batched(_cast_rows(x_ECD, weight_EHD), weight_EHD, bias_EH)
+
+
+def _cast_rows(x: Tensor, weight_EHD: Tensor) -> Tensor:
+    """Cast rows as autocast casts the inputs of a linear layer.
+
+    Raises:
+        RuntimeError: without autocast, if the weights are of another type.
+    """
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        return x.to(dtype)
+    if x.dtype != weight_EHD.dtype:
+        raise RuntimeError(
+            f"Rows of {x.dtype} meet experts of {weight_EHD.dtype}: cast the model or its input, "
+            "or use autocast."
+        )
+    return x
 
 
 class _BatchedLinear(torch.autograd.Function):
@@ -99,9 +121,10 @@ class _BatchedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_ECD: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None) -> Tensor:
+        weight_EDH = weight_EHD.to(x_ECD.dtype).transpose(1, 2)
         if bias_EH is None:
-            return torch.bmm(x_ECD, weight_EHD.transpose(1, 2))
-        return torch.baddbmm(bias_EH.unsqueeze(1), x_ECD, weight_EHD.transpose(1, 2))
+            return torch.bmm(x_ECD, weight_EDH)
+        return torch.baddbmm(bias_EH.to(x_ECD.dtype).unsqueeze(1), x_ECD, weight_EDH)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -111,16 +134,18 @@ class _BatchedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_ECH: Tensor) -> tuple[Tensor | None, ...]:
         x_ECD, weight_EHD = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_x = torch.bmm(grad_ECH, weight_EHD) if needs_x else None
-        grad_weight = torch.bmm(grad_ECH.transpose(1, 2), x_ECD) if needs_weight else None
-        return grad_x, grad_weight, grad_ECH.sum(1) if needs_bias else None
+        dtype = weight_EHD.dtype
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = torch.bmm(grad_ECH, weight_EHD.to(grad_ECH.dtype))
+        if needs_weight:
+            grad_weight = torch.bmm(grad_ECH.transpose(1, 2), x_ECD).to(dtype)
+        if needs_bias:
+            grad_bias = grad_ECH.sum(1).to(dtype)
+        return grad_x, grad_weight, grad_bias
 
 
-_batched = caller(_BatchedLinear)
-
-
-def _cast(x: Any, dtype: torch.dtype | None) -> Any:
-    return x if x is None or dtype is None else x.to(dtype)
+_batched = fast_apply(_BatchedLinear)
 
 
 def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, runs: Runs) -> Tensor:
@@ -139,10 +164,7 @@ def grouped_linear(x_ND: Tensor, weight_EHD: Tensor, bias_EH: Tensor | None, run
         RuntimeError: if widths, dtypes or devices do not fit each other, and in forward-mode
             differentiation.
     """
-    dtype = autocast_dtype(x_ND)
-    return _linear(
-        _cast(x_ND, dtype), _cast(weight_EHD, dtype), _cast(bias_EH, dtype), *runs.tensors()
-    )
+    return _linear(_cast_rows(x_ND, weight_EHD), weight_EHD, bias_EH, *runs.tensors())
 
 
 def spread_over_rows(stacked_EH: Tensor, runs: Runs, rows: int) -> Tensor:
@@ -187,8 +209,10 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             grad_x = _linear(grad_NH, weight_EHD.transpose(1, 2), None, *runs)
         if needs_weight or needs_bias:
-            grad_weight, grad_bias = _outer(grad_NH, x_ND, needs_bias, *runs)
-        return grad_x, grad_weight, grad_bias if needs_bias else None, *(None for _ in runs)
+            grad_weight, total_EH = _outer(grad_NH, x_ND, needs_bias, *runs)
+            grad_weight = grad_weight.to(weight_EHD.dtype)
+            grad_bias = total_EH.to(weight_EHD.dtype) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, *(None for _ in runs)
 
 
 class _Outer(torch.autograd.Function):
@@ -219,7 +243,7 @@ class _Outer(torch.autograd.Function):
         return grad_y, grad_x, None, *(None for _ in runs)
 
 
-_linear, _outer = caller(_Linear, is_operator=True), caller(_Outer, is_operator=True)
+_linear, _outer = fast_apply(_Linear, is_operator=True), fast_apply(_Outer, is_operator=True)
 
 _HOST = torch.Tag.cudagraph_unsafe
 _RUNS = "Tensor end, Tensor expert, Tensor? is_after, Tensor? is_idle"
@@ -247,9 +271,9 @@ def _linear_of_runs(
         x_ND.split(sizes), weights, biases, outputs, sizes, strict=False
     ):
         if size and bias is not None:
-            torch.addmm(bias, x, weight, out=y)
+            torch.addmm(bias.to(x.dtype), x, weight.to(x.dtype), out=y)
         elif size:
-            torch.mm(x, weight, out=y)
+            torch.mm(x, weight.to(x.dtype), out=y)
     rest.zero_()
     return y_NH
 
@@ -321,13 +345,14 @@ def _linear_by_offsets(
     """Compute all products at once on a GPU, without a wait for the lengths."""
     end_E, expert_N, is_after_N1, _ = of_rows
     _check_devices(x_ND, weight_EHD, bias_EH, end_E)
+    weight_EHD = weight_EHD.to(x_ND.dtype)
     if not (weight_EHD.is_contiguous() or weight_EHD.transpose(1, 2).is_contiguous()):
         weight_EHD = weight_EHD.contiguous()
     y_NH = None
     if x_ND.shape[1]:  # Else there is a bias alone, as in spread_over_rows.
         y_NH = nn.functional.grouped_mm(x_ND.contiguous(), weight_EHD.transpose(1, 2), offs=end_E)
     if bias_EH is not None:
-        bias_NH = bias_EH.index_select(0, expert_N)
+        bias_NH = bias_EH.to(x_ND.dtype).index_select(0, expert_N)
         y_NH = bias_NH if y_NH is None else y_NH.add_(bias_NH)
     assert y_NH is not None
     # grouped_mm does not write rows after the last run.

@@ -1,10 +1,7 @@
-"""Objects of a class in this process, and modules of a class in a model.
+"""Living objects by class, held weakly, and modules of a class in a model.
 
-Optimizer hooks get an optimizer but no model. To find the expert layers that it trains, the package
-keeps weak references to all of them. So a step is refused while router losses wait, also in a plain
-loop that told nobody of its model. An averaging is looked up by an optimizer's parameter groups,
-which Lookahead shares with its inner optimizer. Optimizers of timm's schedulers are kept since
-timm's ``update_summary`` names none.
+Hooks of optimizers get no model, so they look here for expert layers and averagings. timm's
+``update_summary`` gets no optimizer, so those of its schedulers are here too.
 """
 
 import weakref

@@ -15,14 +15,10 @@ from .checks import check_choice
 from .dispatch import Routing, combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
 from .functional import Mode, current_mode, kept_whole
-from .living import living, register
+from .living import register
 from .probe import probe
 from .recording_router import in_backward
 from .router import Router
-
-#: Number of training forwards without a step after which a layer warns. No accumulation of
-#: gradients is so long: a batch of 4,096 images may take 256.
-MOST_FORWARDS = 1024
 
 
 class MoeMlp(Experts):
@@ -44,8 +40,7 @@ class MoeMlp(Experts):
             :func:`timm_moe.convert_to_moe`.
         share_schedule: name of the schedule of that rate.
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
-        blocks: number of blocks of its model that share the layer, as all do in WideNet.
-        calls_since_step: training calls since the last step of an optimizer that trains the layer.
+        has_stepped: whether an optimizer that trains the layer has taken a step.
         padding: (...) boolean, true for the rows of the next x that are padding; the model's blocks
             set it.
 
@@ -57,8 +52,7 @@ class MoeMlp(Experts):
     share_rate: float = 0.0
     share_schedule: str = "early"
     is_averaged_by_hand = False
-    blocks = 1
-    calls_since_step = 0
+    has_stepped = False
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
     _last_padding: Tensor | None = None  # of the last call, which gradient checkpointing may repeat
@@ -209,7 +203,6 @@ class MoeMlp(Experts):
 
     def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
         """Compute what :meth:`forward` returns, for rows (..., D) without padding."""
-        self._count_forward()
         mode = current_mode()
         routing = self._routing_of(x, mode) if routing is None else routing
         x_TD = x.reshape(-1, x.shape[-1])
@@ -247,55 +240,10 @@ class MoeMlp(Experts):
             )
         return routing
 
-    def _count_forward(self) -> None:
-        """Warn once if no known optimizer trains the layer, and nobody averages or balances it."""
-        if (
-            torch.compiler.is_compiling()
-            or not (self.training and torch.is_grad_enabled())
-            or in_backward()
-        ):
-            return
-        self.calls_since_step += 1
-        if self.calls_since_step != MOST_FORWARDS * self.blocks:
-            return
-        remedies = self._remedies()
-        if remedies:
-            for layer in living(MoeMlp):  # The model's other layers are about to say the same.
-                if layer.calls_since_step >= (MOST_FORWARDS - 1) * layer.blocks:
-                    layer.calls_since_step = MOST_FORWARDS * layer.blocks
-            warnings.warn(
-                f"Experts ran forward {MOST_FORWARDS} times in training mode, and no torch "
-                "optimizer that holds their parameters took a step. If another optimizer trains "
-                f"them, such as one of copies, {', and '.join(remedies)}; if none does, call "
-                "eval() on the model.",
-                stacklevel=3,
-            )
-
-    def _remedies(self) -> list[str]:
-        """Return what a user must do if an optimizer that nobody sees trains the layer."""
-        remedies = []
-        experts = [stacked for _, stacked in self.named_expert_parameters()]
-        are_trained = any(
-            isinstance(stacked, nn.Parameter) and stacked.requires_grad for stacked in experts
-        )
-        if self.share_rate and not self.is_averaged_by_hand and are_trained:
-            remedies.append(
-                "call timm_moe.average_experts_(model, rate) after each step, or set share_rate=0"
-            )
-        totals = getattr(self.router, "totals", None)
-        if totals is not None and totals.lost and not totals.forwards:
-            remedies.append("add timm_moe.auxiliary_loss(model) to the loss after each forward")
-        bias = getattr(self.router, "balancing_bias", None)
-        if bias is not None and self.router.weight.requires_grad and not bias.steps.any():
-            remedies.append(
-                "call bias.update(bias.load) of each router's balancing_bias after each step"
-            )
-        return remedies
-
     def _weigh_all(self, x_TD: Tensor, routing: Routing, mode: Mode) -> Tensor:
         """Run every expert on every row, at E times the cost, by operators of every format."""
         if mode is Mode.COMPILED:
-            _warn_of_all_rows(type(self._ffn).__name__)
+            _warn_of_all_rows(self.network_name)
         if routing.starts is None:
             expert_TK = routing.experts()
             gate_TK = routing.gates

@@ -335,9 +335,10 @@ def _has_gradient(record: RouterRecord) -> bool:
 
 
 def begin_forward(module: nn.Module, *args: Any) -> None:
-    """Announce a training forward of a model to its routers, even to some in eval mode.
+    """Tell all routers of a model that a training forward begins.
 
-    This is a forward pre-hook of the model.
+    Either the model or the router itself may be in eval mode. This is a forward pre-hook of the
+    model.
     """
     is_training = module.training and torch.is_grad_enabled()
     for router in find(RecordingRouter, module):

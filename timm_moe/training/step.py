@@ -55,7 +55,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     if averaging is not None:
         averaging.begin_step(optimizer, held)
     for layer in trained:
-        layer.calls_since_step = 0
+        layer.has_stepped = True
     _warn_of_eval_mode(optimizer, trained)
     _warn_without_averaging(optimizer, layers, held)
 
