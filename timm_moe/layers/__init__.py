@@ -2,7 +2,7 @@
 
 from .balancing_bias import BalancingBias
 from .cosine_router import CosineRouter
-from .dispatch import Routing, routing_to
+from .dispatch import AnyRouting, ChosenRows, Routing, routing_to
 from .ensemble import MemberLoss, ensemble_log_probabilities, tile
 from .expert_choice import ExpertChoiceRouter
 from .experts import Experts
@@ -22,7 +22,9 @@ from .routers import (
 from .soft_moe import SoftMoeMlp, SoftRouter
 
 __all__ = [
+    "AnyRouting",
     "BalancingBias",
+    "ChosenRows",
     "CosineRouter",
     "EnsembleRouter",
     "EwaMlp",

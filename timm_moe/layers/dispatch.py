@@ -24,7 +24,7 @@ ROUNDINGS: dict[str, Callable[[int, int], int]] = {
 
 
 class Routing(NamedTuple):
-    """The rows that each expert gets, and the way of its outputs back.
+    """The rows that each expert gets where rows choose experts, and the way of the outputs back.
 
     Shapes do not depend on the choices, so a routing is made without a wait for the device. It
     holds what is computed once for a layer. A field is None where its values follow from the
@@ -35,16 +35,13 @@ class Routing(NamedTuple):
             experts. An unused slot holds any row.
         offsets: (E,) end of each expert's slots; None with ``slots_per_expert``. Slots past the
             last end are padding, whose outputs are zero.
-        slots: (T, K) slot of each choice of a row. With ``starts`` it is (N,), all slots row by
-            row. It is None if each row has one slot and each slot one row.
-        gates: (T, K) factor of each choice's output. With ``starts`` it is (N,), a factor for each
-            slot. It is None if all are one.
+        slots: (T, K) slot of each choice of a row; None if each row has one slot and each slot one
+            row.
+        gates: (T, K) factor of each choice's output; None if all are one.
         slots_per_expert: number of slots of each expert, used or not, if all have equally many;
             else None.
         is_dropped: (T, K) whether a choice is beyond the capacity of its expert; None if nothing
             can be dropped.
-        starts: (T,) place in ``slots`` where the slots of each row begin, if rows have different
-            numbers of experts; else None.
         chosen: (T, K) expert of each choice before capacities drop some; None if the slots tell it.
         is_full: whether it is known that no slot is past the last end.
     """
@@ -55,25 +52,19 @@ class Routing(NamedTuple):
     gates: Tensor | None = None
     slots_per_expert: int | None = None
     is_dropped: Tensor | None = None
-    starts: Tensor | None = None
     chosen: Tensor | None = None
     is_full: bool = False
 
     def experts(self) -> Tensor:
-        """Return the expert of each choice, (T, K), and E for a dropped choice.
-
-        K = E where experts choose rows.
-        """
-        if self.starts is not None:
-            return self.table(len(self.starts))[0]
+        """Return the expert of each choice, (T, K), and E for a dropped choice."""
         if self.slots is None:
-            expert_N = self._expert_of(
-                torch.arange(len(self.token_indices), device=self.token_indices.device)
-            )
+            expert_N = _expert_of_slots(self)
             return (
                 torch.empty_like(expert_N).index_copy_(0, self.token_indices, expert_N).unsqueeze(1)
             )
-        expert_TK = self._expert_of(self.slots) if self.chosen is None else self.chosen.contiguous()
+        expert_TK = (
+            _expert_of(self, self.slots) if self.chosen is None else self.chosen.contiguous()
+        )
         return (
             expert_TK
             if self.is_dropped is None
@@ -85,39 +76,13 @@ class Routing(NamedTuple):
 
         They are zero for dropped choices.
         """
-        if self.starts is not None:
-            return self.table(len(self.starts))[1]
         if self.gates is None or self.is_dropped is None:
             return self.gates
         return self.gates.masked_fill(self.is_dropped, 0)
 
-    def table(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the experts of each row and the factors of their outputs, where experts chose.
-
-        Both are (T, E). A row that an expert did not choose has E and zero in its place.
-
-        Args:
-            rows: T.
-        """
-        experts, token_N, gates_N = self.num_experts(), self.token_indices, self.gates
-        assert gates_N is not None
-        expert_N = self._expert_of(torch.arange(token_N.shape[0], device=token_N.device))
-        place_N = token_N * experts + expert_N
-        expert_TE = token_N.new_full((rows * experts,), experts).scatter(0, place_N, expert_N)
-        gate_TE = gates_N.new_zeros(rows * experts).scatter(0, place_N, gates_N)
-        return expert_TE.view(rows, experts), gate_TE.view(rows, experts)
-
     def num_experts(self) -> int:
         """Return E."""
-        if self.offsets is not None:
-            return self.offsets.shape[0]
-        return self.token_indices.shape[0] // (self.slots_per_expert or 1)
-
-    def _expert_of(self, slot: Tensor) -> Tensor:
-        """Return the expert that each slot belongs to."""
-        if self.offsets is None:
-            return slot // (self.slots_per_expert or 1)
-        return (slot.unsqueeze(-1) >= self.offsets).sum(-1)
+        return _num_experts(self)
 
     def for_all_rows(self, rows: int) -> "Routing":
         """Return the routing of every row, where this one has one entry for each image.
@@ -152,6 +117,73 @@ class Routing(NamedTuple):
             chosen=spread(self.chosen),
             is_full=self.is_full,
         )
+
+
+class ChosenRows(NamedTuple):
+    """The rows that each expert gets where experts choose rows, and the way of the outputs back.
+
+    A row may have none, one or several experts.
+
+    Attributes:
+        token_indices: (N,) row of the input in each slot, as in :class:`Routing`.
+        slots: (N,) all slots, row by row.
+        starts: (T,) place in ``slots`` where the slots of each row begin.
+        gates: (N,) factor of each slot's output.
+        offsets: see :class:`Routing`.
+        slots_per_expert: see :class:`Routing`.
+        is_full: see :class:`Routing`.
+    """
+
+    token_indices: Tensor
+    slots: Tensor
+    starts: Tensor
+    gates: Tensor
+    offsets: Tensor | None = None
+    slots_per_expert: int | None = None
+    is_full: bool = False
+
+    def experts(self) -> Tensor:
+        """Return the experts of each row, (T, E); E stands for those that did not choose it."""
+        expert_N, rows = _expert_of_slots(self), self.starts.shape[0]
+        table = expert_N.new_full((rows * self.num_experts(),), self.num_experts())
+        return table.scatter(0, self._place(expert_N), expert_N).view(rows, -1)
+
+    def weights(self) -> Tensor:
+        """Return the factors of the outputs of :meth:`experts`, (T, E), zero where none chose."""
+        expert_N, rows = _expert_of_slots(self), self.starts.shape[0]
+        table = self.gates.new_zeros(rows * self.num_experts())
+        return table.scatter(0, self._place(expert_N), self.gates).view(rows, -1)
+
+    def num_experts(self) -> int:
+        """Return E."""
+        return _num_experts(self)
+
+    def _place(self, expert_N: Tensor) -> Tensor:
+        """Return the place of each slot in a table (T, E) that is flattened."""
+        return self.token_indices * self.num_experts() + expert_N
+
+
+AnyRouting = Routing | ChosenRows
+
+
+def _num_experts(routing: AnyRouting) -> int:
+    """Return E."""
+    if routing.offsets is not None:
+        return routing.offsets.shape[0]
+    return routing.token_indices.shape[0] // (routing.slots_per_expert or 1)
+
+
+def _expert_of(routing: AnyRouting, slot: Tensor) -> Tensor:
+    """Return the expert that each slot belongs to."""
+    if routing.offsets is None:
+        return slot // (routing.slots_per_expert or 1)
+    return (slot.unsqueeze(-1) >= routing.offsets).sum(-1)
+
+
+def _expert_of_slots(routing: AnyRouting) -> Tensor:
+    """Return the expert of all slots in their order, (N,)."""
+    token_N = routing.token_indices
+    return _expert_of(routing, torch.arange(token_N.shape[0], device=token_N.device))
 
 
 def images_of_group(batch: int, group_images: int, is_training: bool) -> int:
@@ -248,7 +280,7 @@ def has_equal_slots(device: torch.device, mode: Mode) -> bool:
 def equal_runs(
     num_experts: int, slots_per_expert: int, device: torch.device, mode: Mode
 ) -> dict[str, Any]:
-    """Return fields of a :class:`Routing` whose experts have equally many slots, all used.
+    """Return fields of a routing whose experts have equally many slots, all used.
 
     Args:
         num_experts: E.
@@ -486,7 +518,7 @@ def routing_to(
     )
 
 
-def dispatch(x_TD: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
+def dispatch(x_TD: Tensor, routing: AnyRouting, dtype: torch.dtype | None = None) -> Tensor:
     """Return the experts' input, (N, D), whose row i is row ``token_indices[i]`` of ``x_TD``.
 
     Args:
@@ -495,31 +527,39 @@ def dispatch(x_TD: Tensor, routing: Routing, dtype: torch.dtype | None = None) -
         dtype: type to which the rows are cast first; None for their own. Gradients of the slots are
             summed in the type of ``x_TD``.
     """
+    token_N = routing.token_indices
+    if isinstance(routing, ChosenRows):
+        return _to_experts(x_TD, token_N, routing.slots, routing.starts, dtype)
     slots = routing.slots
     # The derivative sums the slots of each row.
     if slots is not None and _sums_in_one_pass(x_TD, routing):
         starts_T = torch.arange(0, slots.numel(), slots.shape[1])
-        return _to_experts(x_TD, routing.token_indices, slots.flatten(), starts_T, dtype)
-    return _to_experts(x_TD, *_way(routing), dtype)
+        return _to_experts(x_TD, token_N, slots.flatten(), starts_T, dtype)
+    return _to_experts(x_TD, token_N, _slots_by_choice(routing), None, dtype)
 
 
-def combine(y_ND: Tensor, routing: Routing) -> Tensor:
+def combine(y_ND: Tensor, routing: AnyRouting) -> Tensor:
     """Sum the experts' outputs for each row, weighted by the gates: (N, D) -> (T, D).
 
-    A row whose choices were all dropped is zero.
+    A row whose choices were all dropped, or that no expert chose, is zero.
     """
+    token_N = routing.token_indices
+    if isinstance(routing, ChosenRows):
+        y_ND = y_ND * routing.gates.to(y_ND.dtype).unsqueeze(1)
+        return _to_rows(y_ND, token_N, routing.slots, routing.starts, None)
     gates = None if routing.gates is None else routing.gates.to(y_ND.dtype)
-    if routing.slots is None or routing.starts is not None:  # Each slot belongs to one row.
+    if routing.slots is None:  # Each slot belongs to one row.
         y_ND = y_ND if gates is None else y_ND * gates.view(-1, 1)
-        return _to_rows(y_ND, *_way(routing), None)
+        return _to_rows(y_ND, token_N, None, None, None)
     if gates is not None and _sums_in_one_pass(y_ND, routing):
-        return _weighted_sum(y_ND, gates, routing.token_indices, routing.slots)
+        return _weighted_sum(y_ND, gates, token_N, routing.slots)
     # Where experts have different numbers of slots, all dropped choices share one past the last
     # offset, whose output is zero.
     is_dropped_M1 = None
     if routing.slots_per_expert is not None and routing.is_dropped is not None:
         is_dropped_M1 = routing.is_dropped.t().reshape(-1, 1)
-    y_KTD = _to_rows(y_ND, *_way(routing), is_dropped_M1).unflatten(0, routing.slots.shape[::-1])
+    y_MD = _to_rows(y_ND, token_N, _slots_by_choice(routing), None, is_dropped_M1)
+    y_KTD = y_MD.unflatten(0, routing.slots.shape[::-1])
     if gates is not None:
         y_KTD = y_KTD * gates.t().contiguous().unsqueeze(2)
     # Without the dtype a GPU's autocast would sum to float32, unlike a dense network's output.
@@ -531,9 +571,7 @@ def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
 
     On a CPU this saves passes over memory. A compiler fuses the passes by itself.
     """
-    has_choices = (
-        routing.slots is not None and routing.starts is None and routing.slots.shape[1] > 1
-    )
+    has_choices = routing.slots is not None and routing.slots.shape[1] > 1
     return (
         has_choices
         and rows.is_cpu
@@ -542,12 +580,9 @@ def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
     )
 
 
-def _way(routing: Routing) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what the functions below need of a routing, with all first choices first."""
-    slots = routing.slots
-    if slots is not None and routing.starts is None:
-        slots = slots.t().flatten()
-    return routing.token_indices, slots, routing.starts
+def _slots_by_choice(routing: Routing) -> Tensor | None:
+    """Return the slots of all first choices, then of all second ones, and so on, (K T,)."""
+    return None if routing.slots is None else routing.slots.t().flatten()
 
 
 # Below are autograd functions, since the derivatives of torch's own operators add rows by atomic

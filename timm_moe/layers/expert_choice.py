@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_integer, check_number
-from .dispatch import Routing, equal_runs, expert_capacity, images_of_group, largest
+from .dispatch import ChosenRows, equal_runs, expert_capacity, images_of_group, largest
 from .functional import current_mode
 from .router import Router, linear_logits, with_noise
 
@@ -81,7 +81,7 @@ class ExpertChoiceRouter(Router):
         """Return the number of all sets of experts, since any of them may take a row."""
         return 2**self.num_experts
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor) -> ChosenRows:
         """Route the rows of x of shape (B, ..., D).
 
         Raises:
@@ -112,7 +112,7 @@ class ExpertChoiceRouter(Router):
 
         # The slots of a row stand together in slot_N, from where the row begins in sorted_N.
         sorted_N, slot_N = token_N.sort(stable=True)
-        return Routing(
+        return ChosenRows(
             token_indices=token_N,
             slots=slot_N,
             starts=torch.searchsorted(sorted_N, torch.arange(groups * size, device=x.device)),

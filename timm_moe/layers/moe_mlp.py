@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .checks import check_choice
-from .dispatch import Routing, combine, dispatch
+from .dispatch import AnyRouting, ChosenRows, combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
 from .functional import Mode, current_mode, kept_whole
 from .living import register
@@ -143,7 +143,7 @@ class MoeMlp(Experts):
         if has_parameters or hasattr(self.router, "reset_parameters"):
             _reset(self.router)
 
-    def forward(self, x: Tensor, *, routing: Routing | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, routing: AnyRouting | None = None) -> Tensor:
         """Map each row of x, (..., D), to (..., width of the outputs).
 
         Args:
@@ -167,7 +167,7 @@ class MoeMlp(Experts):
             self._last_padding = self.padding
             self.padding = None
 
-    def _compute_without_padding(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def _compute_without_padding(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
         """Compute what :meth:`forward` returns; a given routing leaves rows of padding out."""
         padding = self.padding_of(x)
         if padding is None:
@@ -201,7 +201,7 @@ class MoeMlp(Experts):
             )
         return None if router.needs_whole_images else padding
 
-    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def compute(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
         """Compute what :meth:`forward` returns, for rows (..., D) without padding."""
         mode = current_mode()
         routing = self._routing_of(x, mode) if routing is None else routing
@@ -221,15 +221,15 @@ class MoeMlp(Experts):
             y_TD = combine(y_ND, routing)
         return y_TD.reshape(*x.shape[:-1], y_TD.shape[-1])
 
-    def _routing_of(self, x: Tensor, mode: Mode) -> Routing:
+    def _routing_of(self, x: Tensor, mode: Mode) -> AnyRouting:
         """Route rows.
 
         Raises:
             ValueError: if the router chooses more experts than it says, as costs follow from that.
         """
         router = self.router
-        routing: Routing = router(x)
-        if mode.is_plain or routing.slots is None or routing.starts is not None:
+        routing: AnyRouting = router(x)
+        if mode.is_plain or isinstance(routing, ChosenRows) or routing.slots is None:
             return routing
         choices, stated = routing.slots.shape[1], router.experts_of_row()
         if choices > stated:
@@ -240,15 +240,11 @@ class MoeMlp(Experts):
             )
         return routing
 
-    def _weigh_all(self, x_TD: Tensor, routing: Routing, mode: Mode) -> Tensor:
+    def _weigh_all(self, x_TD: Tensor, routing: AnyRouting, mode: Mode) -> Tensor:
         """Run every expert on every row, at E times the cost, by operators of every format."""
         if mode is Mode.COMPILED:
             _warn_of_all_rows(self.network_name)
-        if routing.starts is None:
-            expert_TK = routing.experts()
-            gate_TK = routing.gates
-        else:
-            expert_TK, gate_TK = routing.table(x_TD.shape[0])
+        expert_TK, gate_TK = routing.experts(), routing.weights()
         if gate_TK is None:
             gate_TK = torch.ones_like(expert_TK, dtype=x_TD.dtype)
         weighted = []
@@ -330,7 +326,7 @@ class SharedExpertMlp(MoeMlp):
             networks[name] = torch.cat([routed, self._units.join(name, parts)])
         return networks
 
-    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def compute(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
         """Add the shared expert's output to that of the routed experts, which take the routing."""
         return self.shared(x) + super().compute(x, routing)
 
@@ -356,7 +352,7 @@ class EwaMlp(MoeMlp):
         """
         return super().padding_of(x) if self.training else None
 
-    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def compute(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
         """Map each row of x as :class:`MoeMlp` does, in eval mode by the mean of the experts."""
         return super().compute(x, routing) if self.training else self.run_mean(x)
 

@@ -36,7 +36,9 @@ def with_noise(logits: Tensor, noise_std: float) -> Tensor:
 
 
 class Router(nn.Module):
-    """Base class of routers, which map rows x, (..., D), to a :class:`Routing` over E experts.
+    """Base class of routers, which map rows x, (..., D), to a routing over E experts.
+
+    The routing is a :class:`Routing`, or :class:`ChosenRows` where experts choose rows.
 
     Subclasses write ``forward``; with parameters also ``reset_parameters``, which draws them anew;
     with K choices of a row also :meth:`experts_of_row`; and :meth:`probabilities` for reports. The

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_integer
-from .dispatch import Routing
+from .dispatch import AnyRouting
 from .functional import Mode, current_mode, no_autocast
 from .moe_mlp import MoeMlp
 from .router import Router
@@ -103,7 +103,7 @@ class SoftMoeMlp(MoeMlp):
     def padding_of(self, x: Tensor) -> None:
         """Return None: :meth:`compute` masks padding, since images must keep their shape."""
 
-    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def compute(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
         """Map the tokens (B, ..., D) of B images, to zero for padding, which takes part in no slot.
 
         Raises:

@@ -18,7 +18,7 @@ from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ...convert.expert_layers import moe_layers
-from ...layers import MoeMlp, Routing
+from ...layers import AnyRouting, MoeMlp, Routing
 from ...timm_classes import is_from
 from ..data import Inference, batches, class_names, device_and_type, in_eval_mode
 from ..rows import Rows
@@ -60,7 +60,7 @@ class RouterCall:
     name: str  #: of the expert layer, with the number of the call if a forward has several
     layer: MoeMlp
     x: Tensor  #: (B, ..., D), input of the router
-    routing: Any  #: a Routing, or what the router of Soft MoE gives instead
+    routing: Any  #: the routing, or what the router of Soft MoE gives instead
     kept_TK: Tensor  #: experts of each row; E for a choice that was dropped; empty in Soft MoE
     chosen_TK: Tensor  #: the same before capacities drop choices
 
@@ -156,10 +156,10 @@ class RouterWatcher(ExitStack):
         self, name: str, layer: MoeMlp, router: nn.Module, inputs: tuple[Tensor, ...], routing: Any
     ) -> None:
         kept_TK = chosen_TK = torch.empty(0, 0, dtype=torch.long)
-        if isinstance(routing, Routing):
+        if isinstance(routing, AnyRouting):
             kept_TK = chosen_TK = routing.experts()
-            if routing.chosen is not None:
-                chosen_TK = routing.chosen
+        if isinstance(routing, Routing) and routing.chosen is not None:
+            chosen_TK = routing.chosen
         self._noted.append(RouterCall(name, layer, inputs[0], routing, kept_TK, chosen_TK))
 
 
