@@ -28,9 +28,6 @@ def average_(due: Iterable[tuple[Tensor, Rate]]) -> None:
             (FSDP2) each process averages its part. If the processes hold different experts, they
             call this together.
     """
-    parts: list[Tensor] = []
-    means: list[Tensor] = []
-    weights: list[Any] = []
     for stacked, beta in due:
         part = local_part(stacked)
         num_experts = stacked.shape[0]
@@ -44,11 +41,7 @@ def average_(due: Iterable[tuple[Tensor, Rate]]) -> None:
             continue
         else:
             mean = part.mean(0, keepdim=True)
-        parts.append(part)
-        means.append(mean)
-        weights.append(weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
-    if parts:
-        torch._foreach_lerp_(parts, means, weights)
+        part.lerp_(mean, weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
 
 
 def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
