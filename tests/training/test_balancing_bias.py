@@ -6,6 +6,7 @@ It moves one step an optimizer step, by the choices of all processes.
 import copy
 import logging
 import os
+from functools import partial
 
 import pytest
 import timm
@@ -259,6 +260,28 @@ def worker(rank, folder):
     os._exit(0)  # torch 2.12 may wait for ever where DDP is freed just after a collective of gloo
 
 
+def worker_of_zero(rank, folder):
+    """Each process steps the parameters of other layers, in an optimizer within the optimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    join_group(rank, folder, processes=3)
+    outcomes = []
+    adamw = torch.optim.AdamW
+    for make in (adamw, partial(ZeroRedundancyOptimizer, optimizer_class=adamw)):
+        model = make_model(moe_layers="every-1")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = make(model.parameters(), lr=1e-3)
+        for step in range(3):
+            images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+            wrapped(images + rank).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append(steps(model))
+    assert outcomes[0] == outcomes[1], outcomes
+    assert any(map(any, outcomes[0]))
+    os._exit(0)
+
+
 def worker_alone(rank, folder):
     """Return models that the processes train each for itself.
 
@@ -302,6 +325,14 @@ def worker_in_pairs(rank, folder):
     optimizer.step()
     assert steps(model) == expected, (steps(model), expected)
     os._exit(0)
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
+)
+@pytest.mark.ci
+def test_an_optimizer_that_is_spread_over_processes(tmp_path):
+    run_ranks(worker_of_zero, (str(tmp_path),), 3)
 
 
 @pytest.mark.skipif(

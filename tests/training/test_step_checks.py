@@ -93,6 +93,19 @@ def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, ca
     assert "nothing averages" not in caplog.text
 
 
+def test_an_interrupted_step_does_not_hide_that_nothing_averages(ewa_vit, caplog):
+    interrupted = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    ExpertWeightAveraging(ewa_vit, interrupted, total_updates=5)
+
+    def closure():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.step(closure)
+    train_step(ewa_vit, torch.optim.SGD(ewa_vit.parameters(), lr=0.1), 0)
+    assert "nothing averages the experts" in caplog.text
+
+
 @pytest.mark.parametrize("step", [None, torch.zeros(2), torch.zeros(0), "3", 1, torch.tensor(1.0)])
 def test_states_of_other_optimizers_end_no_step(ewa_vit, caplog, step):
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)

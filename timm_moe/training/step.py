@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from ..layers import MoeMlp
 from ..layers.living import living
+from . import balancing
 from .averaging import ExpertWeightAveraging
-from .balancing import after_step
 from .optimizers import is_first_time, layers_of_trained_experts, parameter_ids, trained_layers
 from .router_losses import end_forwards, with_losses
 
@@ -60,9 +60,8 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     _warn_without_averaging(optimizer, layers, held)
 
     end_forwards(optimizer, trained, others)
-    has_biases = any(layer.router.balancing_bias is not None for layer in with_losses(trained))
-    if has_biases and is_first_time(optimizer, "balancing"):
-        optimizer.register_step_post_hook(after_step)
+    if any(layer.router.balancing_bias is not None for layer in with_losses(trained)):
+        balancing.begin_step(optimizer)
 
 
 def _refuse_older(layers: list[MoeMlp], held: set[int]) -> None:
@@ -135,7 +134,7 @@ def _warn_of_eval_mode(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
 def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp], held: set[int]) -> None:
     """Warn once of experts that have a share rate and are trained, but not averaged."""
     # The step may be a part of another optimizer's step, which averages.
-    averagings = [each for each in living(ExpertWeightAveraging) if each.is_in_a_step()]
+    averagings = [each for each in living(ExpertWeightAveraging) if each.follows(optimizer)]
     averaged = {id(layer) for averaging in averagings for layer in averaging.layers()}
     left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     if not left_out:
