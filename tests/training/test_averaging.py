@@ -391,7 +391,7 @@ def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
 
 
 def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):
-    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
     for _ in range(11):
         still_step(ewa_vit, optimizer)

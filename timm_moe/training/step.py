@@ -10,6 +10,8 @@ before   warnings name experts that are trained in eval mode, and those that hav
 after    the experts are averaged, see :mod:`timm_moe.training.averaging`
 after    balancing biases move by the choices since the last step
 =======  ==========================================================================================
+
+None of this happens in a step by which torch only makes an optimizer's state.
 """
 
 import logging
@@ -22,7 +24,13 @@ from ..layers import MoeMlp
 from ..layers.living import living
 from . import balancing
 from .averaging import ExpertWeightAveraging
-from .optimizers import is_first_time, layers_of_trained_experts, parameter_ids, trained_layers
+from .optimizers import (
+    is_first_time,
+    layers_of_trained_experts,
+    only_makes_state,
+    parameter_ids,
+    trained_layers,
+)
 from .router_losses import end_forwards, with_losses
 
 _logger = logging.getLogger(__name__)
@@ -38,7 +46,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         RuntimeError: if losses of routers that it trains wait.
     """
     layers = living(MoeMlp)
-    if layers:
+    if layers and not only_makes_state(optimizer, args, kwargs):
         _begin_step(optimizer, layers)
 
 
@@ -143,10 +151,7 @@ def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp], held: se
     flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
     trained = layers_of_trained_experts(held, left_out)
     names = [layer.path for layer in (*trained, *flat)]
-    # torch makes an optimizer's state by a step at rate 0, which needs no averaging. The rate may
-    # be on a GPU, so it is read only where it matters.
-    is_due = names and any(group.get("lr") != 0 for group in optimizer.param_groups)
-    if is_due and is_first_time(optimizer, "not averaged"):
+    if names and is_first_time(optimizer, "not averaged"):
         _logger.warning(
             "EWA: nothing averages the experts that this optimizer trains, though they have a "
             f"share rate (in {', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, "
