@@ -13,6 +13,7 @@ import timm
 import torch
 from common import SMALL_VIT
 from processes import join_group, run_ranks
+from timm.scheduler import create_scheduler_v2
 from timm.task import ClassificationTask
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -176,13 +177,15 @@ def test_a_step_that_runs_its_forwards_is_that_of_a_loop(accumulated):
     assert all(map(torch.equal, weights, other_weights))
 
 
-@pytest.mark.parametrize("begins", ["a new run", "a loaded state"])
+@pytest.mark.parametrize("begins", ["a new run", "a new run by timm", "a loaded state"])
 def test_choices_of_an_interrupted_run_do_not_count(begins):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(2, 3, 32, 32))
     if begins == "a new run":
         start_averaging(model, optimizer, 3)
+    elif begins == "a new run by timm":
+        create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
     else:
         model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert all(bias.load is None for bias in biases(model))

@@ -6,7 +6,7 @@ changed                   what the change does
 ``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
 ``create_optimizer_v2``   excludes the experts' biases from weight decay, and experts from Muon
 ``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch;
-                          logs which experts are routed, and how
+                          begins the statistics anew; logs which experts are routed, and how
 ``Scheduler.step``        tells where a resumed run starts, and ends an epoch of routing statistics
 ``update_summary``        writes the experts' statistics to a file beside the epoch's line
 ``adaptive_clip_grad``    clips every expert as a network of its own
@@ -187,6 +187,7 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     optimizer = arguments["optimizer"]
     register(optimizer)
     trained = trained_layers(parameter_ids(optimizer), living(MoeMlp))
+    router_losses.begin_run(trained)
     routed = [layer for layer in trained if not isinstance(layer, EwaMlp)]
     if routed and is_primary():
         _logger.info(f"Routing: {described(routed)}")

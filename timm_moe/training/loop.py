@@ -19,7 +19,7 @@ from .optimizers import (
     parameter_ids,
     require_parameters,
 )
-from .router_losses import add_losses, layers_with_losses, summaries_for, with_losses
+from .router_losses import add_losses, begin_run, layers_with_losses, summaries_for
 from .wrapped_optimizers import with_hooks
 
 _logger = logging.getLogger(__name__)
@@ -51,10 +51,7 @@ def start_averaging(
             parameters, and as :class:`ExpertWeightAveraging`.
     """
     layers = list(moe_layers(model).values())
-    for layer in with_losses(layers):  # An earlier run may have ended amid a forward.
-        layer.router.forget()
-        for reader in Reader:
-            layer.router.totals.begin(reader)
+    begin_run(layers)
     if not layers:
         _logger.warning(
             "This %s has no expert layers, so nothing is averaged: convert it first by "
