@@ -10,6 +10,7 @@ import random
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -64,6 +65,8 @@ class ExpertCallback(Callback):
         self._fitting = False
         self._failed = False
         self._device = torch.device("cpu")
+        # Averagings of trials of a search, as for a learning rate.
+        self._trials: WeakSet[Started] = WeakSet()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap hooks of the module.
@@ -87,7 +90,9 @@ class ExpertCallback(Callback):
         for optimizer in trainer.optimizers:
             earlier = ExpertWeightAveraging.of(optimizer)
             # A trial leaves the run's averaging alone, and everybody leaves the user's alone.
-            is_replaceable = isinstance(earlier, Started) and (earlier.is_trial or not is_trial)
+            is_replaceable = isinstance(earlier, Started) and (
+                earlier in self._trials or not is_trial
+            )
             if earlier is None or is_replaceable:
                 self._start_averaging(trainer, pl_module, optimizer, is_trial)
         on_train_start()
@@ -108,7 +113,8 @@ class ExpertCallback(Callback):
         averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
         if averaging is None:
             return
-        averaging.is_trial = is_trial
+        if is_trial:
+            self._trials.add(averaging)
         self._run.callback(averaging.remove)
         if not pl_module.automatic_optimization:
             rank_zero_warn(

@@ -99,13 +99,7 @@ def _end_earlier(optimizer: Optimizer, updates: int) -> None:
 
 
 class Started(ExpertWeightAveraging):
-    """Averaging of a run, which ends where the next run by the same optimizer begins.
-
-    Attributes:
-        is_trial: whether the run is a trial of a search, as for a learning rate.
-    """
-
-    is_trial = False
+    """Averaging of a run, which ends where the next run by the same optimizer begins."""
 
 
 def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Tensor:
