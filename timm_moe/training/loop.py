@@ -34,11 +34,10 @@ def start_averaging(
         model: the model to be trained.
         optimizer: the optimizer of the run, with its state if the run is resumed.
         total_updates: number of optimizer steps in the whole run.
-        updates: number of the steps done before. If it is above 0 and the optimizer's state was
-            loaded before this call, the state's own count holds, which leaves out steps that a
-            GradScaler skipped. 0 is the start of a run: a count that the optimizer has from an
-            earlier run is dropped, and so is an averaging that this function started for the
-            optimizer before.
+        updates: number of the steps done before, in the unit of ``total_updates``. It holds
+            whatever count the optimizer's state has, which may be that of another number of
+            processes. 0 is the start of a run: a count that the optimizer has from an earlier run
+            is dropped, and so is an averaging that this function started for the optimizer before.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`
@@ -79,9 +78,22 @@ def start_averaging(
         )
     _end_earlier(optimizer, updates)
     averaging = Started(model, optimizer, total_updates=int(total_updates))
-    if not averaging.updates:  # the optimizer's state has no count
-        averaging.seek(updates)
+    averaging.seek(updates)
     return averaging
+
+
+def updates_done(optimizer: Optimizer, steps: int) -> int:
+    """Return the number of updates of a run that a trainer begins or resumes.
+
+    Args:
+        optimizer: the optimizer, with its state if the run is resumed.
+        steps: the trainer's own count. The count in the optimizer's state is more exact: it leaves
+            out steps that a GradScaler skipped, and those of other optimizers.
+
+    Returns:
+        The number; 0 if the run begins.
+    """
+    return (stated_updates(optimizer) or steps) if steps else 0
 
 
 def _end_earlier(optimizer: Optimizer, updates: int) -> None:
