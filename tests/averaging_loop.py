@@ -65,7 +65,10 @@ def values(model):
 
 
 def still_step(model, optimizer):
-    """A step that moves nothing by itself, so that all that moves was averaged."""
+    """A step that moves nothing by itself, so that all that moves was averaged.
+
+    The optimizer has a rate: without a rate and gradients it would be no step.
+    """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import timm_moe
@@ -189,6 +190,14 @@ def test_recomputation_of_a_layer_alone_sees_the_mask(options):
         for layer in timm_moe.moe_layers(model).values():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+def test_experts_in_a_wrapper_see_the_mask(wrap):
+    model = naflex_vit()
+    for block in model.blocks:
+        block.mlp = wrap(block.mlp)
+    assert_same(model, lambda model: model(naflex(9, 0)), lambda model: model(naflex(9, 20)))
 
 
 def test_a_mask_is_of_one_call():

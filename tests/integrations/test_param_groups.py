@@ -172,25 +172,69 @@ def test_muon_leaves_the_experts_to_its_fallback(opt, layer_decay, caplog):
     assert names == experts | {"head.weight", "head.bias"}
 
 
-def test_muons_update_of_an_expert_is_adamws():
-    """And would not be: its rule by shape takes the stacked biases for a matrix."""
-    made = []
-    for by_name in (True, False):
-        torch.manual_seed(0)
-        model = timm.create_model("vit_tiny_ewa_moe", expert_init="same", share_rate=0, **SMALL_VIT)
-        layer = moe_layers(model)["blocks.1.mlp"]
-        optimizer = timm.optim.create_optimizer_v2(
-            model if by_name else model.parameters(), "muon", lr=0.01, weight_decay=0.1
+def update_of_muon(make):
+    """Make an optimizer for a model; return a step of an expert's stacked biases, and AdamW's."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_ewa_moe", expert_init="same", share_rate=0, **SMALL_VIT)
+    bias = moe_layers(model)["blocks.1.mlp"].fc1.bias
+    optimizer = make(model)
+    before = bias.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return bias.detach() - before, -0.01 * bias.grad.sign()
+
+
+#: What create_optimizer_v2 may be given.
+GIVEN = {
+    "a model": lambda model: model,
+    "parameters": lambda model: model.parameters(),
+    "named parameters": lambda model: list(model.named_parameters()),
+    "groups": lambda model: timm.optim.param_groups_weight_decay(model, 0.05),
+    "a group of experts": lambda model: [
+        {"params": [layer.fc1.bias]} for layer in moe_layers(model).values()
+    ],
+}
+
+
+@pytest.mark.parametrize("given", list(GIVEN))
+@pytest.mark.parametrize("opt", ["muon", "lookahead_muon"])
+def test_muons_update_of_an_expert_is_adamws(given, opt, caplog):
+    with caplog.at_level(logging.INFO):
+        update, of_adamw = update_of_muon(
+            lambda model: timm.optim.create_optimizer_v2(GIVEN[given](model), opt, lr=0.01)
         )
-        before = layer.fc1.bias.detach().clone()
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        made.append((layer.fc1.bias.detach() - before, layer.fc1.bias.grad))
-    (update, gradient), (by_shape, _) = made
-    # AdamW's first step.
-    torch.testing.assert_close(update, -0.01 * gradient.sign(), rtol=1e-3, atol=1e-6)
-    assert (by_shape.abs() - 0.01).abs().max() > 0.005
+    torch.testing.assert_close(update, of_adamw, rtol=1e-3, atol=1e-6)
+    assert caplog.text.count("Muon leaves the experts to its fallback") == 1
+
+
+def test_muons_rule_by_shape_takes_the_stacked_biases_for_a_matrix():
+    update, of_adamw = update_of_muon(
+        lambda model: timm.optim.Muon(model.parameters(), lr=0.01, weight_decay=0.1)
+    )
+    assert (update.abs() - of_adamw.abs()).abs().max() > 0.005
+
+
+def test_muon_keeps_options_and_other_parameters_of_the_groups_that_it_gets():
+    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
+    parts = {"no": model.blocks[1], "yes": model.blocks[3], "told": model.head}
+    optimizer = timm.optim.create_optimizer_v2(
+        [
+            {"params": parts["no"].parameters(), "lr": 0.3},
+            {"params": parts["yes"].parameters(), "use_muon": True},
+            {"params": parts["told"].parameters()},
+        ],
+        "muon",
+        lr=0.1,
+    )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    *given, added = optimizer.param_groups
+    assert [len(group["params"]) for group in given] == [8, 12, 2]
+    assert {names[id(p)] for p in added["params"]} == {
+        f"blocks.1.mlp.fc{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")
+    }
+    assert (added["lr"], added["use_fallback"]) == (0.3, True)
+    assert not any("use_fallback" in group for group in given)
 
 
 # --- the table in docs/train.md

@@ -24,6 +24,7 @@ from timm.loss import (
 from timm.models.vision_transformer import VisionTransformer
 from timm.task import ClassificationTask, LogitDistillationTask
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import timm_moe
 from timm_moe.analysis.demo import load_images
@@ -286,11 +287,14 @@ def test_all_copies_of_an_image_have_its_mask_of_attention(images):
     torch.testing.assert_close(together, torch.cat(alone))
 
 
-def test_all_copies_of_an_image_have_its_padding(images):
+@pytest.mark.parametrize("wrap", [lambda layer: layer, checkpoint_wrapper])
+def test_all_copies_of_an_image_have_its_padding(images, wrap):
     model = timm.create_model("vmoe_s32", **SMALL)  # Its routers know of no members.
+    layer = model.blocks[1].mlp
+    model.blocks[1].mlp = wrap(layer)
     tile(model.blocks, 3)
     seen = []
-    model.blocks[1].mlp.register_forward_pre_hook(lambda layer, _: seen.append(layer.padding))
+    layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.padding))
     is_token = torch.arange(17) < torch.tensor([[17], [10]])
     model(images[:2], attn_mask=is_token[:, None, None])
     (padding,) = seen

@@ -18,7 +18,7 @@ from timm_moe.training.optimizers import layers_of_trained_experts, parameter_id
 @pytest.mark.parametrize("left_out", [None, *sorted(EXPERTS)])
 def test_every_parameter_of_the_experts_is_averaged_and_no_other(ewa_vit, left_out):
     parameters = [parameter for name, parameter in ewa_vit.named_parameters() if name != left_out]
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
     ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=3)
     before = values(apart(ewa_vit))
     still_step(ewa_vit, optimizer)
@@ -31,7 +31,7 @@ def test_every_parameter_of_the_experts_is_averaged_and_no_other(ewa_vit, left_o
 def test_frozen_experts_stay_where_they_are(ewa_vit, caplog):
     frozen = {"blocks.1.mlp.fc2.weight", "blocks.3.mlp.fc1.bias"}
     ewa_vit.get_parameter("blocks.1.mlp.fc2.weight").requires_grad_(False)
-    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.3, "constant", total_updates=3)
     ewa_vit.get_parameter("blocks.3.mlp.fc1.bias").requires_grad_(False)  # since then
     before = values(apart(ewa_vit))
@@ -53,7 +53,7 @@ def test_frozen_experts_stay_where_they_are(ewa_vit, caplog):
 @pytest.mark.parametrize("by_timm", [False, True])
 def test_experts_that_come_later_are_averaged_from_then_on(ewa_vit, caplog, by_timm):
     first, later = ewa_vit.blocks[1].mlp, ewa_vit.blocks[3].mlp
-    optimizer = torch.optim.SGD(first.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
     if by_timm:
         create_scheduler_v2(optimizer, sched="none", num_epochs=1, updates_per_epoch=2)
     else:
@@ -81,7 +81,7 @@ def begin(way, model, optimizer):
 def test_experts_that_are_all_frozen_first_are_averaged_once_they_come(ewa_vit, caplog, way):
     caplog.set_level(logging.INFO)
     ewa_vit.blocks.requires_grad_(False)
-    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.1)
     begin(way, ewa_vit, optimizer)
     assert not caplog.messages
     before = values(apart(ewa_vit))
@@ -102,7 +102,7 @@ def test_experts_that_are_all_frozen_first_are_averaged_once_they_come(ewa_vit, 
 
 @pytest.mark.parametrize("way", ["class", "function"])
 def test_experts_that_are_not_frozen_and_left_out_are_refused(ewa_vit, way):
-    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.1)
     if way == "class":
         with pytest.raises(ValueError, match="trains no expert layer"):
             begin(way, ewa_vit, optimizer)
@@ -114,7 +114,7 @@ def test_experts_that_are_not_frozen_and_left_out_are_refused(ewa_vit, way):
 def test_shared_experts_are_none_of_those_that_are_averaged(dense_vit):
     model = timm_moe.convert_to_moe(dense_vit, router="top_k", shared_expert=True, share_rate=0.2)
     shared = [layer.shared for layer in timm_moe.moe_layers(model).values()]
-    optimizer = torch.optim.SGD(nn.ModuleList(shared).parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(nn.ModuleList(shared).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="trains no expert layer"):
         ExpertWeightAveraging(model, optimizer, total_updates=2)
 
@@ -141,7 +141,7 @@ def test_a_student_of_a_frozen_teacher_with_experts_is_left_alone(ewa_vit, caplo
 
 def test_a_run_without_an_end_that_trains_no_experts_is_no_error(ewa_vit):
     ewa_vit.blocks.requires_grad_(False)
-    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.1)
     assert timm_moe.training.start_averaging(ewa_vit, optimizer, float("inf")) is None
 
 
@@ -151,7 +151,7 @@ def test_what_two_layers_share_is_averaged_once_at_the_rate_of_the_first(ewa_vit
     for layer, rate in zip((first, second), rates, strict=True):
         layer.share_rate, layer.share_schedule = rate, "constant"
     second.fc1.weight = first.fc1.weight
-    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
     old = first.fc1.weight.detach().clone()
     still_step(ewa_vit, optimizer)
@@ -236,7 +236,7 @@ def test_two_optimizers_on_one_layer_average_each_parameter_once(ewa_vit):
     ]
     before = copy.deepcopy(ewa_vit)
     for parameters in (weights, biases):
-        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
         ExpertWeightAveraging(ewa_vit, optimizer, 0.3, "constant", total_updates=5)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)

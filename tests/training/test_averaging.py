@@ -390,8 +390,22 @@ def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
     )
 
 
+def test_a_stated_position_holds_whatever_the_state_counts(ewa_vit):
+    """A run on fewer processes goes on in the midst of its schedule, which has more steps now."""
+    optimizer = torch.optim.AdamW(ewa_vit.parameters())
+    timm_moe.start_averaging(ewa_vit, optimizer, total_updates=4)
+    for step in range(2):
+        train_step(ewa_vit, optimizer, step)
+    resumed = torch.optim.AdamW(ewa_vit.parameters())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    averaging = timm_moe.start_averaging(ewa_vit, resumed, total_updates=40, updates=20)
+    assert averaging.updates == 20
+    train_step(ewa_vit, resumed, 2)
+    assert averaging.share_rate == pytest.approx(0.3 * 21 / 40)
+
+
 def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):
-    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
     for _ in range(11):
         still_step(ewa_vit, optimizer)

@@ -6,12 +6,14 @@ It moves one step an optimizer step, by the choices of all processes.
 import copy
 import logging
 import os
+from functools import partial
 
 import pytest
 import timm
 import torch
 from common import SMALL_VIT
 from processes import join_group, run_ranks
+from timm.scheduler import create_scheduler_v2
 from timm.task import ClassificationTask
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -175,13 +177,15 @@ def test_a_step_that_runs_its_forwards_is_that_of_a_loop(accumulated):
     assert all(map(torch.equal, weights, other_weights))
 
 
-@pytest.mark.parametrize("begins", ["a new run", "a loaded state"])
+@pytest.mark.parametrize("begins", ["a new run", "a new run by timm", "a loaded state"])
 def test_choices_of_an_interrupted_run_do_not_count(begins):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(2, 3, 32, 32))
     if begins == "a new run":
         start_averaging(model, optimizer, 3)
+    elif begins == "a new run by timm":
+        create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=3)
     else:
         model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert all(bias.load is None for bias in biases(model))
@@ -259,6 +263,28 @@ def worker(rank, folder):
     os._exit(0)  # torch 2.12 may wait for ever where DDP is freed just after a collective of gloo
 
 
+def worker_of_zero(rank, folder):
+    """Each process steps the parameters of other layers, in an optimizer within the optimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    join_group(rank, folder, processes=3)
+    outcomes = []
+    adamw = torch.optim.AdamW
+    for make in (adamw, partial(ZeroRedundancyOptimizer, optimizer_class=adamw)):
+        model = make_model(moe_layers="every-1")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = make(model.parameters(), lr=1e-3)
+        for step in range(3):
+            images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+            wrapped(images + rank).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append(steps(model))
+    assert outcomes[0] == outcomes[1], outcomes
+    assert any(map(any, outcomes[0]))
+    os._exit(0)
+
+
 def worker_alone(rank, folder):
     """Return models that the processes train each for itself.
 
@@ -302,6 +328,14 @@ def worker_in_pairs(rank, folder):
     optimizer.step()
     assert steps(model) == expected, (steps(model), expected)
     os._exit(0)
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
+)
+@pytest.mark.ci
+def test_an_optimizer_that_is_spread_over_processes(tmp_path):
+    run_ranks(worker_of_zero, (str(tmp_path),), 3)
 
 
 @pytest.mark.skipif(

@@ -49,7 +49,7 @@ def test_early_ewa_at_the_share_rates_that_the_paper_searches(share_rate):
     all.
     """
     model = routed_model(share_schedule="early", share_rate=share_rate, num_experts=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # only averaging moves them
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # only averaging moves them
     averaging = start_averaging(model, optimizer, total_updates=10)
     stacked = model.blocks[1].mlp.fc1.weight
     stacked.data = torch.randn_like(stacked)
@@ -65,7 +65,7 @@ def test_early_ewa_at_the_share_rates_that_the_paper_searches(share_rate):
 
 def test_a_share_rate_alone_is_that_of_the_first_half():
     model = routed_model(share_rate=0.2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     averaging = start_averaging(model, optimizer, total_updates=4)
     rates = []
     for _ in range(4):

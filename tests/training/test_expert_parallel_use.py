@@ -133,35 +133,50 @@ def test_a_process_without_images(tmp_path):
     run_ranks(empty_worker, (str(tmp_path),), 2)
 
 
-class ByProcess(Router):
-    """Sends the images of four processes to the experts that they hold in a mesh of two by two."""
+class InTurn(Router):
+    """Sends the rows of each process to the experts that it holds, in turn.
+
+    Args:
+        first: the first expert of each process whose images the layer gets.
+        held: number of experts that a process holds.
+    """
 
     depends_on_input = False
 
+    def __init__(self, first, held):
+        super().__init__(max(first) + held)
+        self.first = torch.tensor(first)
+        self.held = held
+
     def forward(self, x):
-        expert = torch.tensor([0, 1, 0, 1]).repeat_interleave(x[..., 0].numel() // 4).unsqueeze(1)
-        return routing_to(expert, torch.ones_like(expert, dtype=x.dtype), 2)
+        row = torch.arange(x[..., 0].numel() // len(self.first)) % self.held
+        expert = (self.first.unsqueeze(1) + row).view(-1, 1)
+        return routing_to(expert, torch.ones_like(expert, dtype=x.dtype), self.num_experts)
 
 
-def two_by_two_worker(rank, folder):
-    """EWA has two experts in four processes.
+def two_by_two_worker(rank, folder, held, is_placed):
+    """EWA has twice as many experts as two of four processes hold together.
 
-    Two processes hold parts of the same expert and train it on their images.
+    Two processes hold parts of the same experts and train them on their images.
     """
     join_group(rank, folder, 4)
     torch.manual_seed(0)
     model = timm.create_model(
-        EWA, **{**SMALL_VIT, "depth": 2, "num_experts": 2}, expert_init="independent"
+        EWA, **{**SMALL_VIT, "depth": 2, "num_experts": 2 * held}, expert_init="independent"
     )
     reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     timm_moe.parallelize_experts(model, mesh["ep"])
+    placement = timm_moe.expert_placement(model) if is_placed else None
     for layer in timm_moe.moe_layers(model).values():
-        fully_shard(layer, mesh=mesh["efsdp"])
+        fully_shard(layer, mesh=mesh["efsdp"], shard_placement_fn=placement)
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    for layer in timm_moe.moe_layers(reference).values():
-        layer.router = ByProcess(2)
-    for each, part in ((model, slice(rank, rank + 1)), (reference, slice(4))):
+    for each, part, first in (
+        (model, slice(rank, rank + 1), [0]),
+        (reference, slice(4), [0, held, 0, held]),
+    ):
+        for layer in timm_moe.moe_layers(each).values():
+            layer.router = InTurn(first, held)
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1, foreach=False)
         timm_moe.ExpertWeightAveraging(each, optimizer, share_rate=0.3, total_updates=3)
         train(each, optimizer, part, steps=3)
@@ -173,8 +188,9 @@ def two_by_two_worker(rank, folder):
 
 
 @pytest.mark.ci
-def test_ewa_in_two_dimensions(tmp_path):
-    run_ranks(two_by_two_worker, (str(tmp_path),), 4)
+@pytest.mark.parametrize(("held", "is_placed"), [(1, False), (2, False), (2, True)])
+def test_ewa_in_two_dimensions(tmp_path, held, is_placed):
+    run_ranks(two_by_two_worker, (str(tmp_path), held, is_placed), 4)
 
 
 def evaluation_worker(rank, folder):

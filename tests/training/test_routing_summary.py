@@ -267,13 +267,19 @@ def test_calls_of_a_layer_that_blocks_share_are_one_forward(caplog, monkeypatch)
     assert timm_moe.routing_summary(model)["blocks.0.mlp"].load == pytest.approx([0.5] * 2, abs=0.4)
 
 
-def test_a_run_that_begins_has_no_statistics_of_an_earlier_one():
+@pytest.mark.parametrize("by_timm", [False, True])
+def test_a_run_that_begins_has_no_statistics_of_an_earlier_one(by_timm):
     model = routed_model()
     model(batch()[0])
     timm_moe.auxiliary_loss(model)
+    model(batch()[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    start_averaging(model, optimizer, total_updates=2)
+    if by_timm:
+        timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=2)
+    else:
+        start_averaging(model, optimizer, total_updates=2)
     assert expert_statistics(model) == {}
+    assert timm_moe.auxiliary_loss(model) == 0
 
 
 def test_a_log_has_the_load_of_the_most_chosen_expert_and_the_dropped_share():

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import timm
 import torch
-from averaging_loop import moved, still_step, train_step, values
+from averaging_loop import apart, moved, spread, still_step, train_step, values
 from common import SMALL_VIT
 from timm.scheduler import create_scheduler_v2
 from torch.distributed import checkpoint as dcp
@@ -91,6 +91,66 @@ def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, ca
     assert averaging.updates == (2 if made == "after loading" else 5)
     assert caplog.text.count("averaging.seek(updates)") == (1 if made == "after loading" else 0)
     assert "nothing averages" not in caplog.text
+
+
+@pytest.mark.parametrize("opt", [torch.optim.AdamW, torch.optim.SGD])
+def test_saving_and_loading_an_optimizers_state_changes_nothing(ewa_vit, opt):
+    """torch makes a state by a step, and for SGD without momentum at each call."""
+
+    def begin(model):
+        optimizer = opt(model.parameters(), lr=0.1)
+        return optimizer, timm_moe.start_averaging(model, optimizer, total_updates=4)
+
+    resumed = copy.deepcopy(apart(ewa_vit))
+    optimizer, averaging = begin(ewa_vit)
+    for done in range(3):
+        before = values(ewa_vit)
+        state = copy.deepcopy(get_optimizer_state_dict(ewa_vit, optimizer))
+        set_optimizer_state_dict(ewa_vit, optimizer, copy.deepcopy(state))
+        assert moved(ewa_vit, before) == set()
+        assert averaging.updates == done
+        train_step(ewa_vit, optimizer, done)
+        optimizer.zero_grad()
+
+    optimizer, averaging = begin(resumed)
+    resumed.load_state_dict(ewa_vit.state_dict())
+    set_optimizer_state_dict(resumed, optimizer, state)
+    assert moved(resumed, values(ewa_vit)) == set()
+    assert averaging.updates == 2
+
+
+def test_saving_an_optimizers_state_between_forward_and_backward_takes_no_losses():
+    model = timm.create_model("vit_tiny_moe", num_experts=2, **SMALL_VIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 3, 32, 32))
+    get_optimizer_state_dict(model, optimizer)
+    assert timm_moe.auxiliary_loss(model) > 0
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_the_first_step_of_a_warm_up_from_0_counts(ewa_vit, rate, by_closure):
+    optimizer = torch.optim.SGD(apart(ewa_vit).parameters(), lr=rate)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=5)
+    if by_closure:
+        optimizer.step(lambda: ewa_vit(torch.randn(4, 3, 32, 32)).square().mean().backward())
+    else:
+        train_step(ewa_vit, optimizer, 0)
+    assert averaging.updates == 1
+    assert spread(ewa_vit) < 1e-6
+
+
+def test_an_interrupted_step_does_not_hide_that_nothing_averages(ewa_vit, caplog):
+    interrupted = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    ExpertWeightAveraging(ewa_vit, interrupted, total_updates=5)
+
+    def closure():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.step(closure)
+    train_step(ewa_vit, torch.optim.SGD(ewa_vit.parameters(), lr=0.1), 0)
+    assert "nothing averages the experts" in caplog.text
 
 
 @pytest.mark.parametrize("step", [None, torch.zeros(2), torch.zeros(0), "3", 1, torch.tensor(1.0)])

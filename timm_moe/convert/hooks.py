@@ -126,7 +126,9 @@ def note_padding(
             "(true for padding).",
             stacklevel=2,
         )
-    for layer in block.children():
+    # A layer may be within a wrapper, as for checkpointing. Blocks within the block have masks of
+    # their own, which come later.
+    for layer in block.modules():
         if isinstance(layer, MoeMlp):
             layer.padding = padding
 

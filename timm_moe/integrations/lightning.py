@@ -10,6 +10,7 @@ import random
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..convert.expert_layers import moe_layers
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import Started, expert_statistics, start_averaging
+from ..training.loop import Started, expert_statistics, start_averaging, updates_done
 from ..training.optimizers import is_distributed
 from ..training.router_losses import add_losses, collecting_losses, drop_losses
 
@@ -64,6 +65,8 @@ class ExpertCallback(Callback):
         self._fitting = False
         self._failed = False
         self._device = torch.device("cpu")
+        # Averagings of trials of a search, as for a learning rate.
+        self._trials: WeakSet[Started] = WeakSet()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap hooks of the module.
@@ -87,7 +90,9 @@ class ExpertCallback(Callback):
         for optimizer in trainer.optimizers:
             earlier = ExpertWeightAveraging.of(optimizer)
             # A trial leaves the run's averaging alone, and everybody leaves the user's alone.
-            is_replaceable = isinstance(earlier, Started) and (earlier.is_trial or not is_trial)
+            is_replaceable = isinstance(earlier, Started) and (
+                earlier in self._trials or not is_trial
+            )
             if earlier is None or is_replaceable:
                 self._start_averaging(trainer, pl_module, optimizer, is_trial)
         on_train_start()
@@ -105,10 +110,12 @@ class ExpertCallback(Callback):
                     "tell it total_updates."
                 )
             total_updates = trainer.estimated_stepping_batches
-        averaging = start_averaging(pl_module, optimizer, total_updates, trainer.global_step)
+        updates = updates_done(optimizer, trainer.global_step)
+        averaging = start_averaging(pl_module, optimizer, total_updates, updates)
         if averaging is None:
             return
-        averaging.is_trial = is_trial
+        if is_trial:
+            self._trials.add(averaging)
         self._run.callback(averaging.remove)
         if not pl_module.automatic_optimization:
             rank_zero_warn(

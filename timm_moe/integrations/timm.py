@@ -6,7 +6,7 @@ changed                   what the change does
 ``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
 ``create_optimizer_v2``   excludes the experts' biases from weight decay, and experts from Muon
 ``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch;
-                          logs which experts are routed, and how
+                          begins the statistics anew; logs which experts are routed, and how
 ``Scheduler.step``        tells where a resumed run starts, and ends an epoch of routing statistics
 ``update_summary``        writes the experts' statistics to a file beside the epoch's line
 ``adaptive_clip_grad``    clips every expert as a network of its own
@@ -80,19 +80,58 @@ def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
     """Create an optimizer that treats the experts' stacked parameters as those of networks."""
     call = inspect.signature(create_optimizer_v2).bind(*args, **kwargs)
     model = call.arguments["model_or_params"]
-    if not isinstance(model, nn.Module):
+    if "muon" not in call.arguments.get("opt", "").lower():
         return create_optimizer_v2(*args, **kwargs)
-    stacked = expert_parameters(model)
-    if stacked and "muon" in call.arguments.get("opt", "").lower():
-        # Muon would orthogonalise the biases of all experts as one matrix, and so their weights
-        # where these are small.
+    # Muon would orthogonalise the biases of all experts as one matrix, and so their weights where
+    # these are small.
+    advice = "Muon leaves the experts to its fallback, since their matrices are stacked."
+    if isinstance(model, nn.Module):
+        stacked = expert_parameters(model)
         call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
-        advice = "Muon leaves the experts to its fallback, since their matrices are stacked."
         if call.arguments.get("param_group_fn"):  # Then timm ignores the list.
             advice = "Muon trains the experts unless param_group_fn gives them use_fallback=True."
-        if is_primary():
-            _logger.info(advice)
-    return create_optimizer_v2(*call.args, **call.kwargs)
+        has_experts = bool(stacked)
+        optimizer = create_optimizer_v2(*call.args, **call.kwargs)
+    else:
+        optimizer = create_optimizer_v2(*args, **kwargs)
+        has_experts = _leave_experts_to_fallback(optimizer)
+    if has_experts and is_primary():
+        _logger.info(advice)
+    return optimizer
+
+
+def _leave_experts_to_fallback(optimizer: Optimizer) -> bool:
+    """Move experts to groups of Muon's fallback, unless a group says who trains it.
+
+    Returns:
+        Whether there were such experts.
+    """
+    stacked = _ids_of_experts()
+    has_experts = False
+    for group in list(optimizer.param_groups):
+        is_experts = [id(parameter) in stacked for parameter in group["params"]]
+        if not any(is_experts) or not group.keys().isdisjoint(("use_fallback", "use_muon")):
+            continue
+        has_experts = True
+        if all(is_experts):
+            group["use_fallback"] = True
+            continue
+        of_experts = {**group, "use_fallback": True}
+        is_others = [not each for each in is_experts]
+        for name in group.keys() & {"params", "param_names"}:
+            of_experts[name] = list(itertools.compress(group[name], is_experts))
+            group[name] = list(itertools.compress(group[name], is_others))
+        optimizer.add_param_group(of_experts)
+    return has_experts
+
+
+def _ids_of_experts() -> set[int]:
+    """Return the ids of the stacked parameters of all living expert layers."""
+    return {
+        id(parameter)
+        for layer in living(MoeMlp)
+        for _, parameter in layer.named_expert_parameters()
+    }
 
 
 def _with_expert_biases(group: Any) -> Any:
@@ -124,11 +163,7 @@ _param_groups_layer_decay = _with_expert_biases(param_groups_layer_decay)
 def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
     """Clip gradients with each expert as a network of its own."""
     given = [parameters] if isinstance(parameters, Tensor) else parameters
-    stacked = {
-        id(parameter)
-        for layer in living(MoeMlp)
-        for _, parameter in layer.named_expert_parameters()
-    }
+    stacked = _ids_of_experts()
     units: list[Tensor] = []
     for parameter in given:
         if id(parameter) not in stacked or parameter.grad is None:
@@ -152,6 +187,7 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     optimizer = arguments["optimizer"]
     register(optimizer)
     trained = trained_layers(parameter_ids(optimizer), living(MoeMlp))
+    router_losses.begin_run(trained)
     routed = [layer for layer in trained if not isinstance(layer, EwaMlp)]
     if routed and is_primary():
         _logger.info(f"Routing: {described(routed)}")

@@ -52,7 +52,7 @@ def _tile(
         kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(copies, 0)}
     # The hook that notes padding may come before this one or after it, so the length is looked at.
     # An order by prepend=True would confuse compiled code of torch before 2.14.
-    for layer in block.children():
+    for layer in block.modules():
         padding = layer.padding if isinstance(layer, MoeMlp) else None
         if padding is not None and len(padding) * copies == len(x):
             layer.padding = padding.repeat_interleave(copies, 0)

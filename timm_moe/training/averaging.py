@@ -23,7 +23,7 @@ from .optimizers import (
     require_parameters,
 )
 from .weight_average import Rate, average_
-from .wrapped_optimizers import Steps, average_kept_, with_hooks
+from .wrapped_optimizers import Steps, average_kept_, share_groups, with_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -224,12 +224,9 @@ class ExpertWeightAveraging:
     @classmethod
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
         """Return the averaging of an optimizer, or of one that shares its parameter groups."""
-        groups = {id(group) for group in optimizer.param_groups}
         for averaging in living(ExpertWeightAveraging):
             owner = averaging._optimizer()
-            if owner is None:
-                continue
-            if owner is optimizer or not groups.isdisjoint(map(id, owner.param_groups)):
+            if owner is not None and (owner is optimizer or share_groups(owner, optimizer)):
                 return averaging
         return None
 
@@ -289,9 +286,9 @@ class ExpertWeightAveraging:
         self._steps.remove()
         unregister(self)
 
-    def is_in_a_step(self) -> bool:
-        """Tell if a step of the optimizer, or of one that works by it, has begun and not ended."""
-        return self._steps.are_running()
+    def follows(self, optimizer: Optimizer) -> bool:
+        """Tell if an optimizer's step is one that this averages, or a part of it."""
+        return self._steps.include(optimizer)
 
     def begin_step(self, optimizer: Optimizer, held: set[int]) -> None:
         """Find what to average after a step; the hook before every step calls this.

@@ -17,6 +17,7 @@ from ..layers import BalancingBias, MoeMlp
 from ..layers.living import living
 from .optimizers import is_distributed, is_first_time, is_skipped, parameter_ids, trained_layers
 from .router_losses import with_losses
+from .wrapped_optimizers import Steps
 
 _logger = logging.getLogger(__name__)
 
@@ -25,19 +26,26 @@ _logger = logging.getLogger(__name__)
 _FSDP1 = "FullyShardedDataParallel"
 
 
+def begin_step(optimizer: Optimizer) -> None:
+    """Let the step that an optimizer begins move the biases of the layers that it trains."""
+    _steps.begin(optimizer)
+
+
 @torch.compiler.disable
-def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Move the biases of layers that an optimizer trains, by the choices since its last step.
 
-    It comes after the step, which may run the forwards itself (Lightning, LBFGS).
+    It comes after the step, which may run the forwards itself (Lightning, LBFGS). Of optimizers
+    that work by one another it comes after the outermost step: the processes of a
+    ZeroRedundancyOptimizer hold different layers in the optimizers within it.
     """
+    if not _steps.end(optimizer):
+        return
     layers = [
         layer
         for layer in with_losses(trained_layers(parameter_ids(optimizer), living(MoeMlp)))
         if layer.router.balancing_bias is not None and layer.router.balancing_bias.load is not None
     ]
-    # Without a choice there is nothing to do. So it is in an optimizer that works by another one,
-    # whose step has moved the biases already.
     if not layers or is_skipped(optimizer):
         return
     unknown = [layer for layer in layers if layer.router.balancing_bias.process_groups is None]
@@ -51,6 +59,9 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "train the layer as one, name their group: router.balancing_bias.process_groups = "
             "(group,); else () says that it is right."
         )
+
+
+_steps = Steps(_end_step)
 
 
 def _move(biases: list[BalancingBias], groups: tuple[Any, ...]) -> None:

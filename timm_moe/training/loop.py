@@ -19,7 +19,7 @@ from .optimizers import (
     parameter_ids,
     require_parameters,
 )
-from .router_losses import add_losses, layers_with_losses, summaries_for, with_losses
+from .router_losses import add_losses, begin_run, layers_with_losses, summaries_for
 from .wrapped_optimizers import with_hooks
 
 _logger = logging.getLogger(__name__)
@@ -34,11 +34,10 @@ def start_averaging(
         model: the model to be trained.
         optimizer: the optimizer of the run, with its state if the run is resumed.
         total_updates: number of optimizer steps in the whole run.
-        updates: number of the steps done before. If it is above 0 and the optimizer's state was
-            loaded before this call, the state's own count holds, which leaves out steps that a
-            GradScaler skipped. 0 is the start of a run: a count that the optimizer has from an
-            earlier run is dropped, and so is an averaging that this function started for the
-            optimizer before.
+        updates: number of the steps done before, in the unit of ``total_updates``. It holds
+            whatever count the optimizer's state has, which may be that of another number of
+            processes. 0 is the start of a run: a count that the optimizer has from an earlier run
+            is dropped, and so is an averaging that this function started for the optimizer before.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`
@@ -51,10 +50,7 @@ def start_averaging(
             parameters, and as :class:`ExpertWeightAveraging`.
     """
     layers = list(moe_layers(model).values())
-    for layer in with_losses(layers):  # An earlier run may have ended amid a forward.
-        layer.router.forget()
-        for reader in Reader:
-            layer.router.totals.begin(reader)
+    begin_run(layers)
     if not layers:
         _logger.warning(
             "This %s has no expert layers, so nothing is averaged: convert it first by "
@@ -82,9 +78,22 @@ def start_averaging(
         )
     _end_earlier(optimizer, updates)
     averaging = Started(model, optimizer, total_updates=int(total_updates))
-    if not averaging.updates:  # the optimizer's state has no count
-        averaging.seek(updates)
+    averaging.seek(updates)
     return averaging
+
+
+def updates_done(optimizer: Optimizer, steps: int) -> int:
+    """Return the number of updates of a run that a trainer begins or resumes.
+
+    Args:
+        optimizer: the optimizer, with its state if the run is resumed.
+        steps: the trainer's own count. The count in the optimizer's state is more exact: it leaves
+            out steps that a GradScaler skipped, and those of other optimizers.
+
+    Returns:
+        The number; 0 if the run begins.
+    """
+    return (stated_updates(optimizer) or steps) if steps else 0
 
 
 def _end_earlier(optimizer: Optimizer, updates: int) -> None:
@@ -102,13 +111,7 @@ def _end_earlier(optimizer: Optimizer, updates: int) -> None:
 
 
 class Started(ExpertWeightAveraging):
-    """Averaging of a run, which ends where the next run by the same optimizer begins.
-
-    Attributes:
-        is_trial: whether the run is a trial of a search, as for a learning rate.
-    """
-
-    is_trial = False
+    """Averaging of a run, which ends where the next run by the same optimizer begins."""
 
 
 def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Tensor:

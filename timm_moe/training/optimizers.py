@@ -1,12 +1,14 @@
 """Optimizers: the expert layers that one trains, and what is known of its steps."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..layers import MoeMlp
+from .weight_average import local_part
 
 
 def trained_layers(held: set[int], layers: Iterable[MoeMlp]) -> list[MoeMlp]:
@@ -67,6 +69,38 @@ def is_skipped(optimizer: Optimizer) -> bool:
     """
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
+
+
+def only_makes_state(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    """Tell if a step has rates and gradients of zero, and so trains nothing.
+
+    torch makes an optimizer's state by such a step as it saves or loads
+    (``get_optimizer_state_dict``, ``set_optimizer_state_dict``).
+
+    Args:
+        optimizer: the optimizer.
+        args: positional arguments of its step, the optimizer first.
+        kwargs: keyword arguments of its step.
+    """
+    # Gradients may make a device wait, so they are read only where all rates are 0, as in the first
+    # step of a warm-up.
+    if not all(_is_zero(group.get("lr")) for group in optimizer.param_groups):
+        return False
+    if any(each is not None for each in (*args[1:], *kwargs.values())):
+        return False  # A closure computes the gradients.
+    gradients = [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    return all(gradient is not None and not local_part(gradient).any() for gradient in gradients)
+
+
+def _is_zero(rate: Any) -> bool:
+    """Tell if a learning rate is 0; one on a device is not read, since torch's zero is none."""
+    is_elsewhere = isinstance(rate, Tensor) and not rate.is_cpu
+    return not is_elsewhere and bool(rate == 0)
 
 
 def is_first_time(optimizer: Optimizer, warning: str) -> bool:

@@ -32,6 +32,17 @@ def with_losses(layers: Iterable[MoeMlp]) -> list[Any]:
     return [layer for layer in layers if isinstance(layer.router, RecordingRouter)]
 
 
+def begin_run(layers: Iterable[MoeMlp]) -> None:
+    """Forget what an earlier run, which may have ended amid a forward, left in the routers.
+
+    That is losses that wait, loads for the balancing bias, and statistics.
+    """
+    for layer in with_losses(layers):
+        layer.router.forget()
+        for reader in Reader:
+            layer.router.totals.begin(reader)
+
+
 # --- the losses
 
 
@@ -207,7 +218,7 @@ def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingS
     losses were added (by :func:`auxiliary_loss` or a timm training task), in this process. Of
     routers without losses, which nobody has to add, the last forward before each optimizer step
     counts. The averages begin at the last call with ``reset=True``, or where
-    :func:`start_averaging` began the run.
+    :func:`start_averaging` or timm's ``create_scheduler_v2`` began the run.
 
     Args:
         model: a model with routed expert layers.

@@ -10,6 +10,8 @@ before   warnings name experts that are trained in eval mode, and those that hav
 after    the experts are averaged, see :mod:`timm_moe.training.averaging`
 after    balancing biases move by the choices since the last step
 =======  ==========================================================================================
+
+None of this happens in a step by which torch only makes an optimizer's state.
 """
 
 import logging
@@ -20,9 +22,15 @@ from torch.optim import Optimizer
 
 from ..layers import MoeMlp
 from ..layers.living import living
+from . import balancing
 from .averaging import ExpertWeightAveraging
-from .balancing import after_step
-from .optimizers import is_first_time, layers_of_trained_experts, parameter_ids, trained_layers
+from .optimizers import (
+    is_first_time,
+    layers_of_trained_experts,
+    only_makes_state,
+    parameter_ids,
+    trained_layers,
+)
 from .router_losses import end_forwards, with_losses
 
 _logger = logging.getLogger(__name__)
@@ -38,7 +46,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         RuntimeError: if losses of routers that it trains wait.
     """
     layers = living(MoeMlp)
-    if layers:
+    if layers and not only_makes_state(optimizer, args, kwargs):
         _begin_step(optimizer, layers)
 
 
@@ -60,9 +68,8 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     _warn_without_averaging(optimizer, layers, held)
 
     end_forwards(optimizer, trained, others)
-    has_biases = any(layer.router.balancing_bias is not None for layer in with_losses(trained))
-    if has_biases and is_first_time(optimizer, "balancing"):
-        optimizer.register_step_post_hook(after_step)
+    if any(layer.router.balancing_bias is not None for layer in with_losses(trained)):
+        balancing.begin_step(optimizer)
 
 
 def _refuse_older(layers: list[MoeMlp], held: set[int]) -> None:
@@ -135,7 +142,7 @@ def _warn_of_eval_mode(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
 def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp], held: set[int]) -> None:
     """Warn once of experts that have a share rate and are trained, but not averaged."""
     # The step may be a part of another optimizer's step, which averages.
-    averagings = [each for each in living(ExpertWeightAveraging) if each.is_in_a_step()]
+    averagings = [each for each in living(ExpertWeightAveraging) if each.follows(optimizer)]
     averaged = {id(layer) for averaging in averagings for layer in averaging.layers()}
     left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     if not left_out:
@@ -144,10 +151,7 @@ def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp], held: se
     flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
     trained = layers_of_trained_experts(held, left_out)
     names = [layer.path for layer in (*trained, *flat)]
-    # torch makes an optimizer's state by a step at rate 0, which needs no averaging. The rate may
-    # be on a GPU, so it is read only where it matters.
-    is_due = names and any(group.get("lr") != 0 for group in optimizer.param_groups)
-    if is_due and is_first_time(optimizer, "not averaged"):
+    if names and is_first_time(optimizer, "not averaged"):
         _logger.warning(
             "EWA: nothing averages the experts that this optimizer trains, though they have a "
             f"share rate (in {', '.join(names)}). Make a timm_moe.ExpertWeightAveraging(model, "

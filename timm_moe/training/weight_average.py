@@ -28,27 +28,20 @@ def average_(due: Iterable[tuple[Tensor, Rate]]) -> None:
             (FSDP2) each process averages its part. If the processes hold different experts, they
             call this together.
     """
-    parts: list[Tensor] = []
-    means: list[Tensor] = []
-    weights: list[Any] = []
     for stacked, beta in due:
         part = local_part(stacked)
         num_experts = stacked.shape[0]
         if num_experts == 1 or (not isinstance(beta, Tensor) and beta == 0):
             continue
         weight = beta * num_experts / (num_experts - 1)
-        if _is_spread(stacked):
+        if _spread_over(stacked):
             mean = _sum_over_experts(stacked) / num_experts
         elif part.is_cpu and part.is_contiguous() and part.numel() >= _BLOCK:
             _average_by_blocks_(part, weight)
             continue
         else:
             mean = part.mean(0, keepdim=True)
-        parts.append(part)
-        means.append(mean)
-        weights.append(weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
-    if parts:
-        torch._foreach_lerp_(parts, means, weights)
+        part.lerp_(mean, weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
 
 
 def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
@@ -77,12 +70,16 @@ def local_part(stacked: Any) -> Tensor:
 def _sum_over_experts(stacked: Any) -> Tensor:
     """Sum a stacked parameter, (E, ...), over all experts of all processes, to (1, ...)."""
     total = local_part(stacked).sum(0, keepdim=True)
-    for dim, placement in enumerate(getattr(stacked, "placements", ())):
-        if placement.is_shard(0):
-            torch.distributed.all_reduce(total, group=stacked.device_mesh.get_group(dim))
+    for dim in _spread_over(stacked):
+        torch.distributed.all_reduce(total, group=stacked.device_mesh.get_group(dim))
     return total
 
 
-def _is_spread(stacked: Tensor) -> bool:
-    """Tell if the processes hold different experts of a stacked parameter."""
-    return any(placement.is_shard(0) for placement in getattr(stacked, "placements", ()))
+def _spread_over(stacked: Any) -> list[int]:
+    """Return the dimensions of the mesh over which different experts are spread.
+
+    FSDP2 cuts experts that are spread already by a placement of its own, which answers no to
+    ``is_shard(0)`` though it has a dimension.
+    """
+    placements = getattr(stacked, "placements", ())
+    return [dim for dim, placement in enumerate(placements) if getattr(placement, "dim", None) == 0]

@@ -69,13 +69,39 @@ def _install_hooks(optimizer: Optimizer) -> None:
         # Wrappers such as timm's Lookahead skip Optimizer.__init__, which installs the hooks.
         # __setstate__ installs them too.
         optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})
-    for inner in vars(optimizer).values():
-        if isinstance(inner, Optimizer) and not _is_hooked(inner):
+    for inner in _parts(optimizer):
+        if not _is_hooked(inner):
             _install_hooks(inner)
 
 
+def _parts(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that an optimizer holds itself, alone or in lists."""
+    parts: list[Optimizer] = []
+    for value in vars(optimizer).values():
+        several = value if isinstance(value, (list, tuple)) else (value,)
+        parts += [each for each in several if isinstance(each, Optimizer)]
+    return parts
+
+
+def _works_by(outer: Optimizer, inner: Optimizer) -> bool:
+    """Tell if an optimizer holds another one, be it within a third one."""
+    found = [outer]
+    for optimizer in found:
+        found += [part for part in _parts(optimizer) if part not in found]
+    return inner in found[1:]
+
+
+def share_groups(one: Optimizer, other: Optimizer) -> bool:
+    """Tell if two optimizers have a parameter group in common."""
+    groups = {id(group) for group in one.param_groups}
+    return not groups.isdisjoint(map(id, other.param_groups))
+
+
 class Steps:
-    """Steps of optimizers that work by one another, as timm's Lookahead and SAM do.
+    """Steps of optimizers, which may work by one another, as timm's Lookahead and SAM do.
+
+    Optimizers that have nothing to do with each other may step at the same time, in threads. A step
+    that was interrupted concerns its own optimizers alone.
 
     Args:
         after_step: post-hook of the step of each optimizer.
@@ -87,7 +113,8 @@ class Steps:
     def __init__(self, after_step: Callable[[Optimizer, Any, Any], None]):
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._after_step = after_step
-        self._begun: list[Optimizer] = []  # the outermost first
+        # An optimizer comes before those that it works by.
+        self._begun: list[weakref.ref[Optimizer]] = []
 
     def follow(self, optimizer: Optimizer) -> None:
         """Call the hook after each step of an optimizer."""
@@ -102,22 +129,45 @@ class Steps:
     def begin(self, optimizer: Optimizer) -> bool:
         """Note that a step begins; tell if it is no part of another optimizer's step."""
         self.follow(optimizer)
+        around = self._around(optimizer)
         # No optimizer steps twice within a step, so an earlier step has raised an error.
-        if optimizer in self._begun:
-            self._begun = []
-        self._begun.append(optimizer)
-        return len(self._begun) == 1
+        if optimizer in around:
+            self._forget(around)
+            around = []
+        self._begun.append(weakref.ref(optimizer))
+        return not around
 
     def end(self, optimizer: Optimizer) -> bool:
         """Note that a step ends; tell if it is the outermost step."""
-        is_outermost = self._begun[:1] == [optimizer]
+        begun = self._around(optimizer)
+        is_outermost = begun[:1] == [optimizer]
         if is_outermost:
-            self._begun = []
+            self._forget(begun)
         return is_outermost
 
-    def are_running(self) -> bool:
-        """Tell if a step has begun and the outermost step has not ended."""
-        return bool(self._begun)
+    def include(self, optimizer: Optimizer) -> bool:
+        """Tell if an optimizer is in a step that has not ended, its own or that of an outer one."""
+        return bool(self._around(optimizer))
+
+    def _around(self, optimizer: Optimizer) -> list[Optimizer]:
+        """Return the optimizers in steps to which a step of this optimizer belongs, in order."""
+        begun = [each for reference in self._begun if (each := reference()) is not None]
+        return [
+            each
+            for each in begun
+            if each is optimizer
+            or share_groups(each, optimizer)
+            or _works_by(each, optimizer)
+            or _works_by(optimizer, each)
+        ]
+
+    def _forget(self, ended: list[Optimizer]) -> None:
+        """Forget optimizers whose steps have ended, and those that are no more."""
+        self._begun = [
+            reference
+            for reference in self._begun
+            if (each := reference()) is not None and each not in ended
+        ]
 
 
 def average_kept_(
