@@ -214,6 +214,13 @@ def drawn_choices(rows, num_experts, choices):
     return expert_TK, torch.rand(rows, choices)
 
 
+def output_of_expert(layer, expert, row):
+    """Compute fc1, GELU and fc2 of one expert for one row (D,), by hand."""
+    weights = {name: stacked[expert] for name, stacked in layer.named_expert_parameters()}
+    hidden = nn.functional.gelu(weights["fc1.weight"] @ row + weights["fc1.bias"])
+    return weights["fc2.weight"] @ hidden + weights["fc2.bias"]
+
+
 def loads(choice_GSK, num_experts):
     """(G, E) number of choices of each expert."""
     return torch.nn.functional.one_hot(choice_GSK, num_experts).sum((1, 2))

@@ -239,10 +239,10 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys, arguments, messa
 
 def test_debug_tells_where_an_error_arose(capsys):
     assert main(["--debug", "list", "small"]) == 1
-    first, *_, raised, last = capsys.readouterr().err.splitlines()
-    assert first == "Traceback (most recent call last):"
-    assert raised.startswith("ValueError: No model of timm_moe matches 'small'")
-    assert last.startswith("timm-moe: error: No model")
+    *trace, told = capsys.readouterr().err.splitlines()
+    assert trace[:1] == ["Traceback (most recent call last):"]
+    assert trace[-1].startswith("ValueError: No model of timm_moe matches 'small'")
+    assert told.startswith("timm-moe: error: No model of timm_moe matches 'small'")
 
 
 @pytest.mark.parametrize(

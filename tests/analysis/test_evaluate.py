@@ -464,9 +464,7 @@ def test_a_class_map_numbers_the_classes(splits, tmp_path, capsys, command):
     class_map = tmp_path / "classes.txt"
     class_map.write_text("\n".join(f"class{label}" for label in reversed(range(CLASSES))))
     model = seeded_model("vit_tiny_moe", 1)
-    file, other = (
-        save(model, "vit_tiny_moe", tmp_path / f"{name}.pth.tar") for name in ("a", "b")
-    )
+    file, other = (save(model, "vit_tiny_moe", tmp_path / f"{name}.pth.tar") for name in ("a", "b"))
     words, written = NUMBERED[command]
     words = words.format(file=file, other=other, out=tmp_path / "out").split()
     images = [f"--data-dir={splits}", f"--class-map={class_map}"]

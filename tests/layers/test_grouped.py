@@ -136,8 +136,11 @@ def test_autocast_and_dtypes_as_a_linear_layer():
         )
     y.float().sum().backward()
     assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
-    for wrong in (weight.double(), weight[..., :2]):
-        with pytest.raises(RuntimeError):
+    for wrong, message in (
+        (weight.double(), "same dtype, but got Float and Double"),
+        (weight[..., :2], "shapes cannot be multiplied"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
             grouped_linear(x, wrong, bias, Runs(end))
 
 
