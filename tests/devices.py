@@ -12,6 +12,7 @@ import torch
 from timm.layers import Mlp, SwiGLU
 from torch import nn
 
+from timm_moe import auxiliary_loss
 from timm_moe.layers import dispatch
 
 WIDTH = 8
@@ -42,6 +43,30 @@ def equal_slots(are_equal=True):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "has_equal_slots", lambda *_: are_equal)
         yield
+
+
+def values_and_gradients(layer, x):
+    """Return output and gradients of a layer by name, by a loss with those of its router."""
+    torch.manual_seed(0)
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    factor = torch.linspace(1, 2, y.numel()).view(y.shape).to(y)
+    ((y * factor).sum() + auxiliary_loss(nn.Sequential(layer))).backward()
+    return {"y": y, "x": x.grad} | {
+        name: parameter.grad for name, parameter in layer.named_parameters()
+    }
+
+
+def move_to_fake_gpu(model):
+    """Give a model weights on a GPU that have no values; within FakeTensorMode."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not tensor.is_meta:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+                    tensors[name] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
+    return model
 
 
 @contextlib.contextmanager

@@ -6,9 +6,11 @@ A test that is interrupted, by its time limit for example, kills the processes t
 import atexit
 import inspect
 import json
+import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -252,3 +254,33 @@ def join_group(rank, folder, processes=2):
     torch.distributed.init_process_group(
         "gloo", init_method=rendezvous, rank=rank, world_size=processes
     )
+
+
+def parallelized(model, processes=2):
+    """Spread a model over the processes of a group, in the order that the documentation gives."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from timm_moe import expert_parameters, parallelize_experts
+
+    mesh = init_device_mesh("cpu", (processes,))
+    parallelize_experts(model, mesh)
+    return fully_shard(model, mesh=mesh, ignored_params=set(expert_parameters(model).values()))
+
+
+def messages_of_the_package(level=logging.WARNING):
+    """Return a list to which the package's messages in this process are added from now on."""
+    messages = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("timm_moe")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    return messages
+
+
+def free_port():
+    """Return the number of a port on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -231,19 +231,50 @@ def test_runs_that_are_not_there(experiments, arguments, message):
         find_runs(arguments)
 
 
-def test_two_runs_of_a_method_with_one_seed_are_refused(tmp_path, monkeypatch, capsys):
-    """Runs of train.py have --seed 42 unless another is stated."""
-    monkeypatch.chdir(tmp_path)
-    write_images(tmp_path / "data", {"validation": 2}, [f"class{label}" for label in range(5)])
-    for name in ("dense-0", "dense-1", "ewa-0"):
-        Path("output/train", name).mkdir(parents=True)
+def save_experiments(seed_of_run):
+    """Write images, and the last checkpoint of runs of train.py; their names begin with a model."""
+    write_images(Path("data"), {"validation": 4}, [f"class{label}" for label in range(5)])
+    for name, seed in seed_of_run.items():
         model = "vit_tiny_ewa_moe" if "ewa" in name else "vit_tiny_patch16_224"
         file = Path("output/train", name, "last.pth.tar")
-        save_as_train_py(file, make_model(model), model, seed=42, img_size=32)
-    assert main(["compare", "dense-*", "ewa-*", "--data-dir", "data", *HERE]) == 1
+        save_as_train_py(file, make_model(model), model, seed=seed, img_size=32)
+
+
+def test_two_runs_of_a_method_with_one_seed_are_refused(experiments, capsys):
+    """Runs of train.py have --seed 42 unless another is stated."""
+    save_experiments({"dense-0": 42, "dense-1": 42, "ewa-seed0": 42})
+    assert main(["compare", "dense-*", "ewa-seed0", "--data-dir", "data", *HERE]) == 1
     error = capsys.readouterr().err
     assert "dense-0 and dense-1, runs of dense, " in error
     assert "same seed, 42" in error
+
+
+def test_the_command_writes_the_figures_of_evaluate(experiments, capsys):
+    save_experiments({"dense-0": 3, "dense-1": 4, "ewa-seed0": 3, "ewa-seed1": 4})
+    arguments = ["compare", "dense-*", "ewa-*", "--data-dir", "data", *HERE]
+    assert main([*arguments, "--json", "a.json", "--plot", "a.png"]) == 0
+    assert "20 images; mean over runs (one by one)" in capsys.readouterr().out
+    written = json.loads(Path("a.json").read_text())
+    assert [(run["group"], run["seed"]) for run in written["runs"]] == [
+        *(("dense", 3), ("dense", 4)),
+        *(("ewa", 3), ("ewa", 4)),
+    ]
+    for run in written["runs"]:
+        own = evaluate([run["source"]], image_folder("data"), inference=_inference())
+        assert {name: run[name] for name in ("accuracy", "nll", "ece")} == pytest.approx(
+            {name: own[name] for name in ("accuracy", "nll", "ece")}
+        )
+    dense, ewa = (
+        [run["nll"] for run in written["runs"] if run["group"] == group]
+        for group in ("dense", "ewa")
+    )
+    (found,) = written["comparisons"]
+    expected = (sum(ewa) - sum(dense)) / 2
+    assert found["differences"]["nll"]["mean"] == pytest.approx(expected)
+    assert expected != 0
+    assert Image.open("a.png").size[0] > 900
+    assert main([*arguments, "--plot", "a.png"]) == 1
+    assert "a.png exists; pass --overwrite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -288,7 +319,7 @@ def test_trained_runs_are_compared_by_their_names(tmp_path, monkeypatch, capsys)
             train(tmp_path, images, *options, epochs=3)
     monkeypatch.chdir(tmp_path)
     arguments = ["dense-*", "ewa-*", "--data-dir", str(images), "--split", "test", *HERE]
-    assert main(["compare", *arguments, "--json", "a.json", "--plot", "a.png"]) == 0
+    assert main(["compare", *arguments, "--json", "a.json"]) == 0
     said = capsys.readouterr().out
     assert "48 images; mean over runs (one by one)" in said
     assert "ewa and dense have two pairs" in said
@@ -302,25 +333,9 @@ def test_trained_runs_are_compared_by_their_names(tmp_path, monkeypatch, capsys)
         *(("dense", 3), ("dense", 4)),
         *(("ewa", 3), ("ewa", 4)),
     ]
-    for run in written["runs"]:
-        own = evaluate([run["source"]], image_folder(images, "test"), inference=_inference())
-        assert {name: run[name] for name in ("accuracy", "nll", "ece")} == pytest.approx(
-            {name: own[name] for name in ("accuracy", "nll", "ece")}
-        )
-    dense, ewa = (
-        [run["nll"] for run in written["runs"] if run["group"] == group]
-        for group in ("dense", "ewa")
-    )
-    (found,) = written["comparisons"]
-    expected = (sum(ewa) - sum(dense)) / 2
-    assert found["differences"]["nll"]["mean"] == pytest.approx(expected)
-    assert expected != 0
-    assert Image.open("a.png").size[0] > 900
     assert main(["compare", "dense-3", "ewa-3", *arguments[2:]]) == 0
     said = capsys.readouterr().out
     assert "McNemar's exact test: only ewa got" in said
-    assert main(["compare", "dense-3", "ewa-3", *arguments[2:], "--plot", "a.png"]) == 1
-    assert "a.png exists; pass --overwrite" in capsys.readouterr().err
 
 
 def _inference():

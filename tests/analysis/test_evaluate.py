@@ -1,5 +1,6 @@
 """Evaluation of classifiers and ensembles on folders of images, against computations by hand."""
 
+import csv
 import json
 import os
 import re
@@ -434,11 +435,53 @@ def test_other_classes_of_the_same_number_are_warned_of(splits, model, tmp_path,
     assert "class 4 is class4 and not elk" in warning
 
 
-def test_progress_is_told(splits, model, monkeypatch, caplog):
+def test_progress_is_told(splits, model, tmp_path, monkeypatch, caplog):
+    checkpoint = save(model, "vit_tiny_patch16_224", tmp_path / "a.pth.tar")
     monkeypatch.setattr("timm_moe.analysis.data.PROGRESS_INTERVAL", -1.0)
-    with caplog.at_level("INFO", "timm_moe"):
-        evaluate([model], image_folder(splits), inference=HERE)
+    written_by_the_command(checkpoint, splits, "-b", "7")
     assert f"{splits / 'val'}: 7 of 30 images ..." in caplog.messages
+
+
+#: Ends of the commands, and the file that holds what a command does not print.
+NUMBERED = {
+    "evaluate": ("{file}", None),
+    "benefits": ("--teacher={file} --student=5 --dense=1", None),
+    "compare": ("{file} {other}", None),
+    "report": ("{file} {out}", "index.html"),
+    "routes": ("{file} {out}", "routes.csv"),
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=pytest.mark.ci if name == "report" else [])  # its import is slow
+        for name in NUMBERED
+    ],
+)
+def test_a_class_map_numbers_the_classes(splits, tmp_path, capsys, command):
+    """What a command tells is that of the classes in the order of the map, here the reverse."""
+    class_map = tmp_path / "classes.txt"
+    class_map.write_text("\n".join(f"class{label}" for label in reversed(range(CLASSES))))
+    model = seeded_model("vit_tiny_moe", 1)
+    file, other = (save(model, "vit_tiny_moe", tmp_path / f"{name}.pth.tar") for name in ("a", "b"))
+    words, written = NUMBERED[command]
+    words = words.format(file=file, other=other, out=tmp_path / "out").split()
+    images = [f"--data-dir={splits}", f"--class-map={class_map}"]
+    assert main([command, *words, *images, "-j", "0", "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    if written is not None:
+        told = (tmp_path / "out" / written).read_text()
+    if command == "routes":
+        order = dict.fromkeys(row["class"] for row in csv.DictReader(told.splitlines()))
+        assert [*order] == ["class4", "class3", "class2", "class1", "class0"]
+        return
+    mapped, unmapped = (
+        100 * evaluate([file], image_folder(splits, class_map=each), inference=HERE)["accuracy"]
+        for each in (str(class_map), "")
+    )
+    assert f"{mapped:.2f}" in told
+    assert f"{unmapped:.2f}" not in told
 
 
 def test_benefits_of_the_papers_table_2(capsys):
@@ -469,8 +512,11 @@ def test_a_student_has_no_experts(splits, tmp_path, capsys):
         command = ["benefits", f"--student={file}", "--teacher=77.5", "--dense=72.8"]
         options = [f"--data-dir={splits}", "--split=val", "-j", "0", "--device=cpu"]
         assert main([*command, *options]) == (kept is not None)
-        told = "has routed experts: --student is a dense model" in capsys.readouterr().err
+        out, err = capsys.readouterr()
+        told = "has routed experts: --student is a dense model" in err
         assert told == (kept is not None)
+    accuracy = evaluate([file], image_folder(splits), inference=HERE)["accuracy"]
+    assert re.search(rf"student +top-1 +{accuracy:.2%}", out)
 
 
 def test_a_process_of_several_evaluates_by_itself(splits, model, monkeypatch):

@@ -10,10 +10,8 @@ import timm
 import torch
 from common import SMALL_VIT
 from devices import equal_slots
-from processes import join_group, run_ranks
+from processes import join_group, parallelized, run_ranks
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import timm_moe
@@ -48,14 +46,6 @@ class Counter:
         return call
 
 
-def spread(model, processes):
-    mesh = init_device_mesh("cpu", (processes,))
-    timm_moe.parallelize_experts(model, mesh)
-    return fully_shard(
-        model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values())
-    )
-
-
 def counting_worker(rank, folder, processes):
     join_group(rank, folder, processes)
     torch.manual_seed(rank)
@@ -65,7 +55,7 @@ def counting_worker(rank, folder, processes):
             "vmoe_s32", **{**SMALL_VIT, "num_experts": 8}, moe_layers="every-2"
         )
         sizes = Sizes.of(model, model.pos_embed.shape[1])
-        spread(model, processes)
+        parallelized(model, processes)
         with pytest.MonkeyPatch.context() as patch, equal_slots():
             counter = Counter(patch)
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -84,7 +74,7 @@ def counting_worker(rank, folder, processes):
         stacked.numel() for _, stacked in next(iter(layers)).named_expert_parameters()
     ) // (2 * processes)
     of_ewa = dataclasses.replace(sizes, expert=expert)
-    spread(model, processes)
+    parallelized(model, processes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=2)
     F.cross_entropy(model(images), labels).backward()

@@ -8,9 +8,12 @@ import timm_moe
 
 
 def train(name, is_checkpointing):
-    """Return the losses of the routers, and the weights after some steps."""
+    """Return the losses of the routers, the weights after some steps, and the calls of a layer."""
     model = without_draws(name)
     model.set_grad_checkpointing(is_checkpointing)
+    calls = []
+    (layer, *_) = timm_moe.moe_layers(model).values()
+    layer.register_forward_pre_hook(lambda *call: calls.append(call))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     random = torch.Generator().manual_seed(0)
     losses = []
@@ -21,14 +24,14 @@ def train(name, is_checkpointing):
         (y.square().mean() + losses[-1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.stack(losses), model.state_dict()
+    return torch.stack(losses), model.state_dict(), len(calls)
 
 
 @pytest.mark.parametrize("name", families())
-@pytest.mark.first_case
 def test_training_is_the_same(name):
-    expected_losses, expected = train(name, is_checkpointing=False)
-    losses, actual = train(name, is_checkpointing=True)
+    expected_losses, expected, forwards = train(name, is_checkpointing=False)
+    losses, actual, with_repetitions = train(name, is_checkpointing=True)
+    assert with_repetitions == 2 * forwards > 0
     torch.testing.assert_close(losses, expected_losses)
     for path, tensor in expected.items():
         torch.testing.assert_close(actual[path], tensor, msg=path)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from common import families, without_draws
-from devices import equal_slots
-from torch import nn
+from devices import equal_slots, move_to_fake_gpu
 from torch._subclasses import FakeTensorMode
 
 import timm_moe
@@ -56,18 +55,6 @@ def test_training_is_one_graph_that_is_compiled_once(name, are_equal):
 @pytest.mark.parametrize("name", ["random partition", "top-1"])
 def test_inductor_trains_as_eager_mode(name):
     compare(name, backend="inductor")
-
-
-def move_to_fake_gpu(model):
-    """Give a model weights on a GPU that have no values; within FakeTensorMode."""
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                tensors[key] = nn.Parameter(fake) if is_parameter else fake
 
 
 @pytest.mark.parametrize("name", families())

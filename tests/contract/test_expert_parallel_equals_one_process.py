@@ -43,8 +43,9 @@ def make_model(name):
     torch.manual_seed(0)
     name, options = MODELS[name]
     model = timm.create_model(name, **{**SMALL_VIT, "depth": 2, "num_experts": 4, **options})
+    experts = timm_moe.expert_parameters(model)
     for path, parameter in model.named_parameters():
-        if parameter.ndim == 3 or "router" in path:
+        if path in experts or "router" in path:
             nn.init.normal_(parameter, std=0.2)
     return model
 

@@ -29,7 +29,6 @@ def train(model, optimizer, steps):
 
 
 @pytest.mark.parametrize("name", families())
-@pytest.mark.first_case
 def test_weights_are_those_of_one_run(name):
     model, optimizer = begin(name)
     train(model, optimizer, range(STEPS // 2))

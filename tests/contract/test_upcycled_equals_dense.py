@@ -1,7 +1,7 @@
 """Promise: experts that are made of a dense checkpoint are copies of its network, and give it back.
 
 Where the gates of a row sum to one and nothing is dropped, the model computes what the dense one
-does.
+does; where gates scale the experts, it does not.
 """
 
 import pytest
@@ -47,13 +47,24 @@ def test_every_expert_is_a_copy_and_the_dense_model_comes_back(name):
         torch.testing.assert_close(again[path], tensor, rtol=1e-6, atol=1e-6, msg=path)
 
 
-@pytest.mark.parametrize("name", families(WHOLE))
-def test_it_computes_what_the_dense_model_does(name, images):
-    model = make(name, **WHOLE[name])
-    dense = timm_moe.to_dense(make(name, **WHOLE[name])).eval()
+def outputs(name, images, **options):
+    """Return log-probabilities of an upcycled model, and those of its dense one."""
+    model = make(name, **options)
+    dense = timm_moe.to_dense(make(name, **options)).eval()
     for parameter in dense.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.load_state_dict(dense.state_dict())
     # Ensembles give log-probabilities.
-    actual, expected = model(images).log_softmax(-1), dense(images).log_softmax(-1)
+    return model(images).log_softmax(-1), dense(images).log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", families(WHOLE))
+def test_it_computes_what_the_dense_model_does(name, images):
+    actual, expected = outputs(name, images, **WHOLE[name])
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["top-1", "V-MoE"])
+def test_with_probabilities_as_gates_it_computes_something_else(name, images):
+    actual, expected = outputs(name, images, **{**WHOLE[name], "gate_mode": "prob"})
+    assert (actual - expected).abs().max() > 1e-3

@@ -559,10 +559,11 @@ def test_the_ratio_of_an_svd_is_the_one_that_is_asked_for(
 
     monkeypatch.setattr("timm_moe.export.push._log_in", lambda settings: object())
     monkeypatch.setattr("timm_moe.export.push._commit", commit)
-    push_dense(file, "user/vit", method="svd", svd_ratio=0.25)
+    method = ["--method", "svd", "--svd-ratio", "0.25"]
+    assert main(["push", str(file), "user/vit", *method]) == 0
     assert "is not the one that was trained: validate it" in caplog.text
-    folder = timm_moe.export_dense(file, tmp_path / "vit", "svd", svd_ratio=0.25).path
-    exported = load_bytes((folder / "model.safetensors").read_bytes())
+    assert main(["export", str(file), str(tmp_path / "vit"), *method]) == 0
+    exported = load_bytes((tmp_path / "vit/model.safetensors").read_bytes())
     expected = timm_moe.to_dense(load_source(file), "svd", 0.25)
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(exported[name], tensor)

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from huggingface_hub.utils import (
     enable_progress_bars,
 )
 from PIL import Image
+from processes import free_port
 from safetensors.torch import load_file, save_file
 
 import timm_moe
@@ -414,9 +414,7 @@ def test_a_hub_that_accepts_and_does_not_answer(hub, server, checkpoint, step):
 
 
 def test_no_network(hub, checkpoint):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     _, out, _ = hub.run("push", checkpoint, "user/vit", "--dry-run", token=None, url=url)
     assert f"Dry run; a push would upload to {url}/user/vit:" in out
     begin = time.monotonic()

@@ -1,13 +1,13 @@
 """Values and gradients of every layer and router on a GPU: the CPU's."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
-from devices import NETWORKS, WIDTH, equal_slots
+from devices import NETWORKS, WIDTH, equal_slots, values_and_gradients
 from torch import nn
 
-from timm_moe import auxiliary_loss
 from timm_moe.layers import (
     EnsembleRouter,
     EwaMlp,
@@ -69,17 +69,6 @@ def layers(kind, network):
         )
 
 
-def values_and_gradients(layer, x):
-    torch.manual_seed(1)
-    x = x.clone().requires_grad_()
-    y = layer(x)
-    factor = torch.linspace(1, 2, y.numel()).view(y.shape).to(y)
-    ((y * factor).sum() + auxiliary_loss(nn.Sequential(layer))).backward()
-    return {"y": y, "x": x.grad} | {
-        name: parameter.grad for name, parameter in layer.named_parameters()
-    }
-
-
 @pytest.fixture
 def draws_of_the_cpu(monkeypatch):
     """Draw on the CPU, so that all devices draw the same."""
@@ -90,11 +79,24 @@ def draws_of_the_cpu(monkeypatch):
     )
 
 
+CASES = [
+    *product(
+        ["random partition", *ROUTERS, "shared expert"],
+        NETWORKS,
+        [torch.float64, torch.float32],
+    )
+]
+
+
 @pytest.mark.usefixtures("draws_of_the_cpu")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("kind", ["random partition", *ROUTERS, "shared expert"])
-@pytest.mark.first_case
+@pytest.mark.parametrize(
+    ("device", "kind", "network", "dtype"),
+    [
+        ("cpu", *CASES[0]),  # tests/layers/test_equal_slots.py has the others
+        *(pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in CASES),
+    ],
+    indirect=["device"],
+)
 def test_values_and_gradients_are_those_of_a_cpu(device, kind, network, dtype):
     for layer, x in layers(kind, network):
         layer, x = layer.to(dtype), x.to(dtype)

@@ -35,21 +35,25 @@ WAYS = {
 }
 
 
-in_each_way = pytest.mark.parametrize(
-    ("device", "options"),
-    [
-        pytest.param(
-            way.partition(",")[0], options, id=way, marks=[] if way == "cpu" else pytest.mark.gpu
-        )
-        for way, options in WAYS.items()
-    ],
-    indirect=["device"],
-)
+def in_each_way(names, *cases):
+    """Parametrize a test by devices, options and what else it takes; on the CPU by one case."""
+    return pytest.mark.parametrize(
+        ("device", "options", *names),
+        [
+            pytest.param(
+                *(way.partition(",")[0], options, *case),
+                id="-".join((way, *case)),
+                marks=[] if way == "cpu" else pytest.mark.gpu,
+            )
+            for way, options in WAYS.items()
+            for case in (cases[:1] if way == "cpu" else cases)
+        ],
+        indirect=["device"],
+    )
 
 
-@in_each_way
+@in_each_way(["name"], *((name,) for name in NAMES))
 @pytest.mark.ci
-@pytest.mark.parametrize("name", NAMES)
 def test_compiled_steps_are_those_of_eager_mode(device, options, name):
     torch.compiler.reset()
     eager, model = without_draws(name).to(device), without_draws(name).to(device)
@@ -88,7 +92,7 @@ def test_compiled_steps_are_those_of_eager_mode(device, options, name):
             backward(1, images)
 
 
-@in_each_way
+@in_each_way([], ())
 @pytest.mark.ci
 def test_compiled_layers_without_a_capacity_are_those_of_eager_mode_in_bfloat16(device, options):
     """Compare the way without a wait of the host, where ``grouped_mm`` has kernels."""

@@ -8,7 +8,6 @@ import csv
 import os
 import pickle
 import random
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +25,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
-from processes import run_code, run_ranks, run_script
+from processes import free_port, run_code, run_ranks, run_script
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -594,12 +593,6 @@ def ddp_worker(rank, folder, port):
     torch.save(
         {"differences": differences, "weights": whole.state_dict()}, f"{folder}/rank{rank}.pt"
     )
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_ddp(tmp_path):

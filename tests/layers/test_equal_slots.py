@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from devices import NETWORKS, WIDTH, equal_slots
+from devices import NETWORKS, WIDTH, equal_slots, move_to_fake_gpu, values_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import Mlp
@@ -52,17 +52,6 @@ def layers(draw):
     copies = top_k if kind is MultiHeadRouter else members if kind is EnsembleRouter else 1
     layer = MoeMlp(network, router, "independent").double()
     return layer, torch.randn(images * copies, rows, WIDTH).double()
-
-
-def values_and_gradients(layer, x):
-    torch.manual_seed(0)
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    y = layer(x)
-    (y * torch.linspace(1, 2, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
-    return {"y": y, "x": x.grad} | {
-        name: parameter.grad for name, parameter in layer.named_parameters()
-    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -263,17 +252,6 @@ class Waits(TorchDispatchMode):
         return result
 
 
-def fake_cuda(model):
-    """Replace parameters and buffers by CUDA tensors without values."""
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and not tensor.is_meta:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-                    tensors[name] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
-    return model
-
-
 @contextlib.contextmanager
 def cuda_autocast(dtype):
     """torch.autocast, which switches itself off where there is no GPU."""
@@ -341,7 +319,7 @@ def test_waits_of_a_forward_pass(name, amp):
         if isinstance(layer, MoeMlp):  # WideNet's is called once for each block
             layer.register_forward_hook(lambda *_: calls.append(1))
     with FakeTensorMode():
-        model, images = fake_cuda(model), torch.empty(4, 3, size, size, device="cuda")
+        model, images = move_to_fake_gpu(model), torch.empty(4, 3, size, size, device="cuda")
         for mode, expected in ((True, training), (False, evaluation)):
             model.train(mode)
             with torch.no_grad(), cuda_autocast(amp), Waits() as waits:

@@ -544,9 +544,7 @@ def test_an_evaluation_as_one_graph_and_exported_for_any_batch(name, request):
             torch.testing.assert_close(compiled(images), model(images))
 
 
-@pytest.mark.parametrize(
-    "name", ["top-2, capacity", *sorted(FAMILIES.keys() - {"top-2, capacity"})]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.first_case
 def test_no_count_is_read_in_eager_mode(name):
     """Nobody can read a number of a tensor on the meta device."""

@@ -88,10 +88,21 @@ def test_a_layer_without_random_numbers_needs_no_state_of_the_generators():
 
 
 def test_several_forwards_before_one_backward():
-    model, total = Repeated("random", use_reentrant=False), 0
-    for duplicate in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
-        total = total + duplicate(torch.randn(3, 7, 8)).square().sum()
+    found, expected = (
+        gradients_of_copies(Repeated("random", **options))
+        for options in (dict(use_reentrant=False), {})
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def gradients_of_copies(model):
+    """Return the gradients of a model that ran twice, and of its copies that ran in between."""
+    models, total = (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))), 0
+    for number, each in enumerate((*models, model)):
+        torch.manual_seed(number)
+        total = total + each(torch.randn(3, 7, 8)).square().sum()
     total.backward()
+    return [parameter.grad for each in models for parameter in each.parameters()]
 
 
 def loss_and_gradients(backend, checkpointing, **options):

@@ -202,6 +202,7 @@ def test_every_expert_and_the_router_have_a_gradient_even_without_rows():
         dict(top_k=3, gate_mode="one"),
         dict(top_k=3, gate_mode="one", score="sigmoid"),
         dict(top_k=3, gate_mode="one", score="sigmoid", bias_rate=0.1),
+        dict(top_k=1, gate_mode="renorm"),
     ],
 )
 def test_a_router_that_nothing_trains_has_a_gradient_of_zero(options):
@@ -213,14 +214,18 @@ def test_a_router_that_nothing_trains_has_a_gradient_of_zero(options):
     )
 
 
-def test_large_capacity_and_none_drop_nothing():
-    x = torch.randn(2, 30, 5)
-    layer = routed(top_k=2, capacity_factor=None)
-    expected = layer(x)
-    assert layer.router.records[-1].dropped == 0
-    layer.router.capacity_factor = 100.0
-    assert torch.equal(layer(x), expected)
-    assert layer.router.records[-1].dropped == 0
+@pytest.mark.parametrize(
+    ("dim", "experts", "top_k", "share"), [(768, 32, 2, 0.16), (384, 4, 1, 0.36)]
+)
+def test_the_gates_of_a_new_router_sum_to(dim, experts, top_k, share):
+    """As docs/vmoe.md says of rows after a LayerNorm."""
+    sums = []
+    for _ in range(20):
+        gates = TopKRouter(dim, experts, top_k)(
+            nn.functional.layer_norm(torch.randn(1, 512, dim), (dim,))
+        ).gates
+        sums.append(gates.view(512, top_k).sum(1).mean())
+    assert torch.stack(sums).mean().item() == pytest.approx(share, abs=0.01)
 
 
 @pytest.mark.parametrize("layer_class", ["routed", "ewa"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from common import output_of_expert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import Mlp
@@ -41,15 +42,12 @@ def layer_of(top_k=3, p=0.5, num_experts=4):
 def slow(layer, x):
     """Compute the layer one choice after the other."""
     expert_TK, gate_TK, is_chosen_TK = layer.router.choices(x)
-    weights = dict(layer.named_expert_parameters())
     rows = []
     for row in range(len(x)):
         y = torch.zeros_like(x[row])
         for choice in range(expert_TK.shape[1]):
             if is_chosen_TK[row, choice]:
-                one = {name: stacked[expert_TK[row, choice]] for name, stacked in weights.items()}
-                hidden = nn.functional.gelu(x[row] @ one["fc1.weight"].T + one["fc1.bias"])
-                output = hidden @ one["fc2.weight"].T + one["fc2.bias"]
+                output = output_of_expert(layer, expert_TK[row, choice], x[row])
                 y = y + gate_TK[row, choice] * output
         rows.append(y)
     return torch.stack(rows)

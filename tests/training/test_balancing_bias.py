@@ -4,7 +4,6 @@ It moves one step an optimizer step, by the choices of all processes.
 """
 
 import copy
-import logging
 import os
 from functools import partial
 
@@ -12,7 +11,7 @@ import pytest
 import timm
 import torch
 from common import SMALL_VIT
-from processes import join_group, run_ranks
+from processes import join_group, messages_of_the_package, run_ranks
 from timm.scheduler import create_scheduler_v2
 from timm.task import ClassificationTask
 from timm.utils import ModelEmaV3
@@ -291,10 +290,7 @@ def worker_alone(rank, folder):
     One of them has fewer layers, and the last has none.
     """
     join_group(rank, folder, processes=3)
-    told = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("timm_moe").addHandler(handler)
+    told = messages_of_the_package()
     if rank < 2:
         model = make_model(moe_layers="1,3" if rank else "3")
         if rank:

@@ -12,7 +12,7 @@ import timm
 import timm.scheduler
 import torch
 from common import SMALL_VIT
-from processes import join_group, run_ranks
+from processes import join_group, messages_of_the_package, run_ranks
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch import nn
@@ -24,11 +24,7 @@ from timm_moe import ExpertWeightAveraging, MemberLoss, auxiliary_loss, moe_laye
 
 def worker(rank, folder, batch_size):
     join_group(rank, folder)
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("timm_moe").addHandler(handler)
-    logging.getLogger("timm_moe").setLevel(logging.INFO)
+    records = messages_of_the_package(logging.INFO)
     torch.manual_seed(0)
     model = timm.create_model(
         "vit_tiny_ewa_moe", share_rate=0.6, share_schedule="constant", **SMALL_VIT
@@ -67,10 +63,7 @@ def redundancy_worker(rank, folder, processes):
     Its processes update parts of the parameters each.
     """
     join_group(rank, folder, processes)
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("timm_moe").addHandler(handler)
+    records = messages_of_the_package()
 
     def begin(zero):
         torch.manual_seed(0)

@@ -7,7 +7,6 @@ import copy
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import timm
 import torch
 from common import EXAMPLES, SMALL_VIT
 from devices import WIDTH, ByTwo, equal_slots
-from processes import join_group, run_code, run_new, run_ranks
+from processes import free_port, join_group, parallelized, run_code, run_new, run_ranks
 from timm.layers import Mlp
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -56,15 +55,6 @@ def make(name=ROUTED):
         if "router" in path:
             nn.init.normal_(parameter, std=0.2)
     return model
-
-
-def spread(model):
-    """Spread a model in the order that the documentation gives."""
-    mesh = init_device_mesh("cpu", (2,))
-    timm_moe.parallelize_experts(model, mesh)
-    return fully_shard(
-        model, mesh=mesh, ignored_params=set(timm_moe.expert_parameters(model).values())
-    )
 
 
 def batch():
@@ -202,7 +192,7 @@ def evaluation_worker(rank, folder):
     images, _ = batch()
     for name in (EWA, ROUTED):
         reference = make(name).eval()
-        model = spread(copy.deepcopy(reference))
+        model = parallelized(copy.deepcopy(reference))
         with torch.inference_mode():
             torch.testing.assert_close(model(images[rank:]), reference(images[rank:]))
     torch.distributed.destroy_process_group()
@@ -259,7 +249,7 @@ def refusals(rank, folder):
     assert not any(hasattr(parameter, "placements") for parameter in pruned.parameters())
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    spread(model)
+    parallelized(model)
     with pytest.raises(ValueError, match=r"older.*blocks\.1\.mlp.*parallelize_experts"):
         step(model, optimizer, slice(4))
     for name in (EWA, ROUTED):
@@ -283,7 +273,7 @@ def compiled_worker(rank, folder, name):
     images, labels = batch()
     reference = make(name)
     model = copy.deepcopy(reference)
-    models = [spread(reference), spread(model)]
+    models = [parallelized(reference), parallelized(model)]
     for block in model.blocks:
         block.compile(backend="aot_eager")
     for each in models:
@@ -333,7 +323,7 @@ def ema_worker(rank, folder):
     join_group(rank, folder)
     reference, model = make(), make()
     averages = [ModelEmaV3(each, decay=0.5) for each in (reference, model)]
-    spread(model), spread(averages[1].module)
+    parallelized(model), parallelized(averages[1].module)
     for each, ema, part in (
         (reference, averages[0], slice(4)),
         (model, averages[1], slice(2 * rank, 2 * rank + 2)),
@@ -383,7 +373,7 @@ def test_a_dense_checkpoint_in_a_model_on_meta(tmp_path):
 
 def dying_worker(rank, folder):
     join_group(rank, folder)
-    model = spread(make())
+    model = parallelized(make())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer, slice(2))
     if rank == 1:
@@ -420,10 +410,8 @@ def epochs_of(output):
 
 @pytest.mark.ci
 def test_the_example_killed_resumed_by_another_number_of_processes_and_exported(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    group = {**ENVIRONMENT, **address, "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, EXAMPLE, "50"],

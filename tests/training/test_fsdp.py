@@ -1,6 +1,5 @@
 """Two processes under FSDP2 (gloo): the same weights as in one process, averaged and exported."""
 
-import logging
 import os
 import sys
 
@@ -11,7 +10,7 @@ import timm.scheduler
 import torch
 from averaging_loop import average_
 from common import ROOT, SMALL_VIT
-from processes import join_group, run_new, run_ranks
+from processes import join_group, messages_of_the_package, run_new, run_ranks
 from timm.layers import Mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -244,10 +243,7 @@ def tensor_worker(rank, folder):
 
 def flat_worker(rank, folder, processes):
     start(rank, folder, processes)
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("timm_moe").addHandler(handler)
+    records = messages_of_the_package()
     for use_orig_params in (True, False):
         torch.manual_seed(0)
         model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)

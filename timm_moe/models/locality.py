@@ -47,6 +47,11 @@ class ShiftedPatches(nn.Module):
         **like: Any,
     ):
         super().__init__()
+        if not isinstance(patch_size, int):
+            raise ValueError(
+                "patch_size must be an integer with shifted_patches=True, the side of a square: "
+                f"got {patch_size!r}."
+            )
         self.in_channels = in_channels
         self.patch_size = patch_size
         width = 5 * in_channels * patch_size**2

@@ -131,6 +131,8 @@ class TokensToTokenEmbed(PatchEmbed):
     ):
         own = ("shifted_patches", "locality_attention", "device", "dtype")
         options = {name: kwargs.pop(name) for name in own if name in kwargs}
+        if not isinstance(patch_size, int) or patch_size < 2 or patch_size.bit_count() != 1:
+            raise ValueError(f"patch_size must be a power of 2 from 2 on, got {patch_size!r}.")
         super().__init__(img_size, patch_size, in_chans, embed_dim, **kwargs, device="meta")
         self.proj: Any = TokensToToken(in_chans, embed_dim, patch_size.bit_length() - 1, **options)
 
