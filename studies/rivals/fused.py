@@ -7,11 +7,10 @@ import warnings
 from typing import Any
 
 import torch
-from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from timm_moe.convert.registry import RouterSpec, register_router
-from timm_moe.layers import MoeMlp, Router, Routing
+from timm_moe.layers import AnyRouting, MoeMlp, Router
 from timm_moe.layers.checks import check_number
 from timm_moe.layers.functional import current_mode, no_autocast
 
@@ -145,7 +144,7 @@ class FusedMlp(MoeMlp):
                 fused[name] = summed.view(wide.shape[1:]).to(stacked.dtype)
         return fused
 
-    def compute(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def compute(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
         """Map each row of x (..., D) by the fused network, which has no use for a routing."""
         return self._call(self._ffn, self._fused(), x, current_mode())
 
@@ -154,7 +153,6 @@ def _fusion(dim: int, num_experts: int, *, common_share: float) -> Fusion:
     return Fusion(num_experts, common_share)
 
 
-register_notrace_module(FusedMlp)  # like the other expert layers
 register_router(
     RouterSpec(
         "fused", _fusion, dict(common_share=0.0), layer=FusedMlp, layer_options={}, built_in=True

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from timm.models import register_notrace_module
 from torch import nn
 
-from ..layers import EwaMlp, MoeMlp, SharedExpertMlp, SoftMoeMlp
+from ..layers import EwaMlp, MoeMlp
 from ..layers.checks import check_integer
 from ..layers.probe import probe
 from ..schedules import check_share_rate, get_schedule
@@ -23,10 +22,6 @@ from .split import has_images_first
 from .wrappers import ModelT, refuse_wrapped
 
 _logger = logging.getLogger(__name__)
-
-# Their row counts depend on data, so timm's feature extraction by torch.fx keeps them as leaves.
-for _layer_class in (MoeMlp, EwaMlp, SharedExpertMlp, SoftMoeMlp):
-    register_notrace_module(_layer_class)
 
 
 def convert_to_moe(

@@ -185,10 +185,7 @@ def _is_dual(x: Any) -> bool:
 
 
 def kept_whole(module: nn.Module, x: Proxy) -> Proxy:
-    """Make one node of a module in a graph of torch.fx.
-
-    timm's tracer does so by itself, but torchvision's knows no modules to keep whole.
-    """
+    """Make one node of a module in a graph of torch.fx, which cannot follow row counts of data."""
     tracer: Any = x.tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), (x,), {})
 
