@@ -28,7 +28,9 @@ class ModelOptions:
         example_inputs: arguments of the model for the comparison of outputs: a tensor, a tuple of
             arguments, or a dict of keyword arguments. By default two random images of the size that
             the model states.
-        label_names: names of the classes, in order; by default the names in the source's config.
+        label_names: names of the classes, in order; by default the names in the source's config. A
+            folder or repository that names its classes must have them in the same order; other
+            names than its own give a warning.
         label_descriptions: texts by class name. Only models of timm have them.
     """
 
