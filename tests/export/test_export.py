@@ -365,6 +365,19 @@ def test_a_dense_model_is_written_as_it_is(dense_vit, images, tmp_path):
         timm_moe.export_dense(dense_vit, tmp_path / "other", "svd")
 
 
+def test_a_student_is_told_of_without_any_set_up_of_logging(tmp_path):
+    """Python prints warnings of a logger that nobody set up, and nothing below them."""
+    code = (
+        "import timm, timm_moe\n"
+        f"model = timm.create_model('vit_tiny_moe', **{SMALL_VIT})\n"
+        "timm_moe.export_dense(model, 'vit')\n"
+    )
+    done = run_code(code, cwd=tmp_path)
+    assert done.returncode == 0
+    (told,) = [line for line in done.stderr.splitlines() if "method='average'" in line]
+    assert "is not the one that was trained: validate it, or train it further" in told
+
+
 def test_arguments_that_stock_timm_would_need_are_asked_for(ewa_vit, tmp_path):
     ewa_vit.dense_args = {"num_classes": 5}
     del ewa_vit._model_args

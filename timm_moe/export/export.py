@@ -35,12 +35,15 @@ class Export:
         architecture: registered name of the stock model, or class of a model that timm did not
             make.
         parameters: number of its parameters.
-        largest_difference: largest absolute difference between an output of the source model and of
-            the model that was loaded from the folder, on random images or the caller's inputs. If
-            no dense model computes the source's function, the network made of its experts is the
-            reference. None if there was nothing to compare.
-        exact: whether the dense model computes the source's function in eval mode: it does for the
-            mean of EWA's experts only.
+        largest_difference: largest absolute difference between the outputs before and after the
+            files were written, on random images or the caller's inputs. If ``exact``, it is that of
+            the source model and the model that was loaded from the folder. Otherwise it is that of
+            the dense network made of the experts and the loaded one, and says nothing about the
+            source model: 0.0 means only that the files hold that network. None if there was
+            nothing to compare.
+        exact: whether the dense model computes the source's function in eval mode, as the mean of
+            EWA's experts does, and a model without experts. If not, it is another model than the
+            source: validate it, or train it further, before you use it.
         library: library that loads it: ``"timm"``, ``"transformers"`` or ``"pytorch"``.
     """
 
@@ -258,9 +261,9 @@ def write_dense(
     exact = method == "average" and has_exact_mean
     if layers and not exact:
         better = " The mean of these experts, method='average', is exact." if has_exact_mean else ""
-        _logger.info(
-            f"What method={method!r} makes of the experts is another function: a start for further "
-            f"training.{better}"
+        _logger.warning(
+            f"The dense model that method={method!r} makes of the experts is not the one that was "
+            f"trained: validate it, or train it further, before you use it.{better}"
         )
     expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
     if layers or method != "average":

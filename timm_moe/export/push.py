@@ -260,8 +260,6 @@ def _publish_dense(
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
         written = write_dense(layout, made, settings, method, svd_ratio)
-        if not written.exact:
-            _logger.warning("The dense model is not the one that was trained: validate it.")
         return _publish_written(made, written, settings, api)
 
 
