@@ -4,6 +4,7 @@ They are names of the classes, the licence, and the history of the weights.
 """
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def test_a_folder_keeps_its_numbers_of_the_classes(
     for options in ([], ordered):
         assert main([command, "vit", *told, *options]) == 0
         assert "names of classes" not in caplog.text
+    assert str(Path(tempfile.gettempdir(), "tmp")) not in caplog.text  # of a push's own copy
     if command == "export":
         assert _names_in(Path("out"))[0] == NAMES[::-1]
     assert main([command, "vit", *told, "--data-dir", "foreign"]) == 0

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.description import ENTRY
 from ..checkpoints.source import first_problem, own_numbering
-from ..console import shown
+from ..console import describe, shown
 from ..model_config import (
     change_pretrained_cfg,
     classes_of,
@@ -76,7 +76,9 @@ class TimmFormat:
             _write_config(folder, config, self.history)
         except (TypeError, ValueError) as error:  # of json
             raise ValueError(
-                f"An argument of the model cannot be written to config.json: {error}"
+                "An argument of the model cannot be written to config.json: state a value in "
+                "model_args that JSON has, or save the state_dict() of the model, or of "
+                f"timm_moe.to_dense(model), instead ({describe(error)})."
             ) from error
         del self.model  # it need not stay in memory beside the one that is read
 
