@@ -185,7 +185,8 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     runs = (
         "experiment of train.py, by its folder or by its name in output/train, whose last.pth.tar "
         f"is taken; or {_SOURCE}. Runs that are called alike but for a number at the end, as "
-        "dense-0 and dense-1, are one method; all are compared with the first"
+        "dense-0 and dense-1, or for the time at the beginning are one method; all are compared "
+        "with the first"
     )
     parser.add_argument("sources", nargs="+", metavar="RUN", help=runs)
     parser.add_argument("--plot", metavar="FILE", help="draw the runs and differences, as a.png")

@@ -199,7 +199,8 @@ def _push(args: argparse.Namespace) -> None:
         )
     else:
         show(f"Uploaded to {pushed.repo_url} in one commit:", *files, pushed.url)
-    show(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
+    if not args.dry_run:
+        show(f'Load it with timm.create_model("{pushed.model_name}", pretrained=True).')
 
 
 def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 Names from files in them can neither begin a line nor steer the terminal.
 """
 
+import difflib
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -58,6 +60,20 @@ def shortened(text: str, length: int) -> str:
 def in_layers(number: int) -> str:
     """Say in how many layers of a model something is."""
     return f"in each of {number} layers" if number > 1 else "in one layer"
+
+
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question for the name that a mistyped one is nearest to, or nothing.
+
+    It reads ``"; did you mean num_experts?"``.
+
+    Args:
+        name: the mistyped name.
+        names: those that there are.
+        cutoff: how alike the names must be, from 0 to 1.
+    """
+    nearest = difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def shown(value: Any) -> str:

@@ -74,8 +74,11 @@ def check_apart(output: str | Path, sources: Iterable[Any], images: Iterable[Any
 
 
 def local_path(source: str | Path) -> Path:
-    """Return the path of a file or folder, which may be named as ``local-dir:FOLDER``."""
-    return Path(str(source).removeprefix("local-dir:"))
+    """Return the path of a file or folder, which may be named as ``local-dir:FOLDER``.
+
+    A leading ``~`` becomes the user's home, as in a shell.
+    """
+    return Path(os.path.expanduser(str(source).removeprefix("local-dir:")))
 
 
 def require_file(file: Path, folder: Path | None = None) -> Path:

@@ -4,7 +4,7 @@ It holds the origin of the weights, the input size and the preprocessing.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -163,6 +163,36 @@ def stated_names(model: nn.Module) -> list[Any]:
     if isinstance(stated, dict):  # by number, which is a text in JSON
         return [stated.get(number, stated.get(str(number))) for number in range(len(stated))]
     return list(stated)
+
+
+def classes_of(model: nn.Module, names: Sequence[str]) -> list[Any]:
+    """List the names of a model's classes in the order of their numbers.
+
+    Args:
+        model: a model with ``num_classes``.
+        names: as many, for the classes that the model does not name. transformers calls such a
+            class ``LABEL_`` and its number.
+    """
+    by_number = dict(enumerate(stated_names(model) or names))
+    return [
+        name if by_number.get(number) == f"LABEL_{number}" else by_number.get(number)
+        for number, name in enumerate(names)
+    ]
+
+
+def moved_class(known: Sequence[Any], names: Sequence[str]) -> int | None:
+    """Return the first number in ``names`` of a class that has another number in ``known``.
+
+    Names that both have in different orders would give classes to other labels, so this is an
+    error everywhere.
+    """
+    moved = (n for n, name in enumerate(names) if known[n] != name and name in known)
+    return next(moved, None)
+
+
+def renamed_class(known: Sequence[Any], names: Sequence[str]) -> int | None:
+    """Return the first number of a class that has another name in ``names`` than in ``known``."""
+    return next((n for n, name in enumerate(names) if known[n] != name), None)
 
 
 def change_pretrained_cfg(model: nn.Module, /, **entries: Any) -> None:

@@ -186,6 +186,13 @@ def test_runs_are_found_by_name_by_folder_and_by_file(experiments, caplog):
         (["dense/seed0", "ewa/seed1"], ["dense", "ewa"]),
         (["a/run", "b/run"], ["a/run", "b/run"]),
         (["x/y/a/run-0", "x/z/a/run-0"], ["y/a/run", "z/a/run"]),
+        (["ewa 0", "ewa seed 1", "dense 0"], ["ewa", "ewa", "dense"]),
+        (  # as train.py names them
+            [f"20261128-08020{n}-{name}" for n in (1, 2) for name in ("vit-32", "vit_moe-32")],
+            ["vit-32", "vit_moe-32", "vit-32", "vit_moe-32"],
+        ),
+        (["20261128-080201-vit-32", "20261128-080202-vit-224"], ["vit-32", "vit-224"]),
+        (["a/20261128-080201-vit-32", "b/20261128-080201-vit-32"], ["a/vit-32", "b/vit-32"]),
     ],
 )
 def test_runs_of_equal_names_are_told_apart_by_the_folders_above(tmp_path, folders, groups):

@@ -123,6 +123,11 @@ def add_inner_classes(val):
     shutil.copytree(val / "class0", val / "group/class1")
 
 
+def add_of_one_name(val):
+    for place in ("class0/jar", "class1/can", "class2/jar", "class0/can"):
+        shutil.copytree(val / "class4", val / place)
+
+
 def add_empty(val):
     (val / "class0").rename(val / "extra")
     (val / "class0").mkdir()
@@ -209,6 +214,11 @@ class TestAsValidatePy:
     [
         (add_hidden, "6 classes, 15 images; among the classes are '.ipynb_checkpoints'."),
         (add_loose, "6 classes, 11 images; among the classes are ''."),
+        (
+            add_of_one_name,
+            "7 classes, 18 images; folders of one last name are one class: 'class0/can', "
+            "'class1/can', 'class0/jar' and 1 more.",
+        ),
         (add_empty, "5 classes, 10 images; nothing is taken from 'class0'."),
         (
             add_other_endings,

@@ -34,3 +34,18 @@ def test_the_dense_twin_differs_in_the_experts_alone(name, twin):
     assert model_info(name).dense_twin == twin
     rows = model_info(name).rows()
     assert rows.get("dense twin") == twin
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "twin"),
+    [
+        ("vit_xtiny_ewa_moe", {"img_size": 96, "num_experts": 2}, "vit_xtiny"),
+        ("vit_tiny_ewa_moe", {"depth": 4, "router": "top_k", "top_k": 2}, "vit_tiny_patch16_224"),
+        ("vit_tiny_ewa_moe", {"num_classes": 7, "drop_path_rate": 0.1}, "vit_tiny_patch16_224"),
+        ("vmoe_b16", {"img_size": 96, "capacity_factor": "none"}, "vit_base_patch16_224"),
+        ("vmoe_s32", {"img_size": 96}, None),
+        ("vmoe_b16", {"pre_logits": True}, None),  # timm's ViT has no such layer
+    ],
+)
+def test_the_dense_twin_takes_the_same_options(name, options, twin):
+    assert model_info(name, **options).dense_twin == twin

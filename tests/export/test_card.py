@@ -509,6 +509,7 @@ def test_the_command_takes_what_export_takes(checkpoint, tmp_path, capsys):
         assert "| top-1 accuracy (%) | 12.5 |" in out
         assert "From `bare.pth`." in out
         assert "Stated by the publisher on digits." in out
+        assert "Load it with" not in out  # Nothing is on the Hub.
 
 
 def test_a_strangers_way_to_code_is_not_published(strange, monkeypatch):

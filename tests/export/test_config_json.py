@@ -4,11 +4,13 @@ They are names of the classes, the licence, and the history of the weights.
 """
 
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import timm
 import torch
-from common import OPTIONS, edit, save_as_train_py
+from common import OPTIONS, edit, save_as_train_py, write_images
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -42,6 +44,38 @@ def test_names_of_classes_go_along(ewa_vit, tmp_path):
     assert _names_in(tmp_path / "renamed") == (NAMES[::-1], None)
     timm_moe.export_dense(ewa_vit, tmp_path / "unnamed")
     assert _names_in(tmp_path / "unnamed") == (None, None)
+
+
+@pytest.mark.parametrize("command", ["export", "push"])
+def test_a_folder_keeps_its_numbers_of_the_classes(
+    ewa_vit, tmp_path, monkeypatch, capsys, caplog, command
+):
+    monkeypatch.chdir(tmp_path)
+    timm_moe.export_dense(ewa_vit, "vit", label_names=NAMES[::-1])
+    write_images(Path("same"), {"train": 1}, NAMES)
+    write_images(Path("other"), {"train": 1}, ["ant", "bull", "cow", "dove", "elk"])
+    write_images(Path("foreign"), {"train": 1}, ["asp", "bull", "cow", "dove", "elk"])
+    Path("names.txt").write_text("\n".join(NAMES[::-1]))
+    told = {"export": ["out", "--overwrite"], "push": ["user/vit", "--dry-run"]}[command]
+    for images in ("same", "other"):
+        assert main([command, "vit", *told, "--data-dir", images]) == 1
+        assert (
+            "have 'ant' as class 0, but vit as class 4: leave out --data-dir (label_names=)"
+            in capsys.readouterr().err
+        )
+    assert not Path("out").exists()
+    caplog.clear()
+    ordered = ["--data-dir", "same", "--class-map", "names.txt"]
+    for options in ([], ordered):
+        assert main([command, "vit", *told, *options]) == 0
+        assert "names of classes" not in caplog.text
+    assert str(Path(tempfile.gettempdir(), "tmp")) not in caplog.text  # of a push's own copy
+    if command == "export":
+        assert _names_in(Path("out"))[0] == NAMES[::-1]
+    assert main([command, "vit", *told, "--data-dir", "foreign"]) == 0
+    assert "vit has other names of classes than you state: its class 0 is emu and becomes asp" in (
+        caplog.text
+    )
 
 
 def test_names_of_a_model_in_memory_may_be_those_of_its_start(ewa_vit, tmp_path, caplog):

@@ -13,13 +13,16 @@ from common import OPTIONS, SMALL_VIT, SPEC
 from families import SMALL
 from processes import run_code
 from safetensors.torch import load_file, save_file
+from timm.layers import SwiGLU
 from timm.models import save_for_hf
 
 import timm_moe
 from timm_moe.checkpoints import source as source_module
+from timm_moe.checkpoints.source import ModelSpec
 from timm_moe.export import export as export_module
 from timm_moe.export import verify as verify_module
 from timm_moe.export.export import export_moe
+from timm_moe.export.push import push_folder
 from timm_moe.model_config import model_input_size, records_arguments
 
 STOCK = """
@@ -363,6 +366,68 @@ def test_a_dense_model_is_written_as_it_is(dense_vit, images, tmp_path):
     torch.testing.assert_close(loaded(images), dense_vit(images), rtol=0, atol=0)
     with pytest.raises(ValueError, match="has no expert layers"):
         timm_moe.export_dense(dense_vit, tmp_path / "other", "svd")
+
+
+def test_the_users_home_is_no_folder_of_that_name(ewa_vit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    timm_moe.export_dense(ewa_vit, "~/vit")
+    timm_moe.export_dense("~/vit", "~/again")
+    timm_moe.export_dense("local-dir:~/vit", "~/once more")
+    with pytest.raises(ValueError, match="which is read"):
+        timm_moe.export_dense("~/vit", "home/vit", overwrite=True)
+    save_file(ewa_vit.state_dict(), "home/weights.safetensors")
+    spec = ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS)
+    timm_moe.export_dense("~/weights.safetensors", "~/of weights", spec=spec)
+    assert os.listdir(tmp_path) == ["home"]
+    folders = {path.name for path in (tmp_path / "home").iterdir() if path.is_dir()}
+    assert folders == {"vit", "again", "once more", "of weights"}
+
+
+@pytest.mark.parametrize(
+    ("function", "mistyped", "nearest"),
+    [
+        (timm_moe.export_dense, "labels", "label_names"),
+        (timm_moe.export_dense, "methode", "method"),
+        (export_moe, "overwritten", "overwrite"),
+        (timm_moe.push_dense, "licence", "license"),
+        (timm_moe.push_moe, "dryrun", "dry_run"),
+        (push_folder, "revison", "revision"),
+    ],
+)
+@pytest.mark.first_case
+def test_a_mistyped_option_gets_the_nearest(dense_vit, function, mistyped, nearest):
+    with pytest.raises(TypeError) as error:
+        function(dense_vit, "user/vit", **{mistyped: "x"})
+    assert str(error.value) == (
+        f"{function.__name__} got an unexpected keyword argument {mistyped!r}; did you mean "
+        f"{nearest}?"
+    )
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'zzz'\.$"):
+        function(dense_vit, "user/vit", zzz=1)
+
+
+def test_an_argument_that_is_a_class_is_told_of(tmp_path):
+    """timm takes one in Python, but config.json has no place for it."""
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT, mlp_layer=SwiGLU)
+    timm_moe.convert_to_moe(model, num_experts=2)
+    message = r"save the state_dict\(\) of .* timm_moe\.to_dense\(model\), instead .*mlp_layer"
+    with pytest.raises(ValueError, match=message):
+        timm_moe.export_dense(model, tmp_path / "vit")
+    assert not (tmp_path / "vit").exists()
+
+
+def test_a_student_is_told_of_without_any_set_up_of_logging(tmp_path):
+    """Python prints warnings of a logger that nobody set up, and nothing below them."""
+    code = (
+        "import timm, timm_moe\n"
+        f"model = timm.create_model('vit_tiny_moe', **{SMALL_VIT})\n"
+        "timm_moe.export_dense(model, 'vit')\n"
+    )
+    done = run_code(code, cwd=tmp_path)
+    assert done.returncode == 0
+    (told,) = [line for line in done.stderr.splitlines() if "method='average'" in line]
+    assert "is not the one that was trained: validate it, or train it further" in told
 
 
 def test_arguments_that_stock_timm_would_need_are_asked_for(ewa_vit, tmp_path):

@@ -56,6 +56,16 @@ def test_arguments_that_nobody_told(tmp_path):
     assert os.listdir(tmp_path) == ["moe"]
 
 
+def test_a_dense_name_of_this_package_creates_no_experts(tmp_path):
+    """The name was that of the dense model before it was converted."""
+    dense = timm.create_model("vit_xtiny", **SMALL_VIT)
+    converted = timm_moe.convert_to_moe(dense, router="top_k", num_experts=2)
+    message = r"by convert_to_moe, and has no name .*: save its state_dict\(\).* vit_small_ewa_moe"
+    with pytest.raises(ValueError, match=message):
+        export_moe(converted, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
+
+
 def test_the_expert_model_itself(tmp_path, images, capsys):
     """A folder that timm's scripts take as a teacher."""
     model = timm.create_model("widenet_b", mlp_ratio=2, official_compat=True, **SMALL_VIT).eval()

@@ -35,6 +35,9 @@ EXPERIMENTS = Path("output", "train")
 CHECKPOINT = "last.pth.tar"
 #: Endings of files of weights.
 ENDINGS = (".pth.tar", ".pth", ".ckpt", ".safetensors", ".bin")
+#: The time with which the name of an experiment begins if train.py got none by --experiment. The
+#: name goes on with the model and the size of its images.
+_TIME = re.compile(r"(?<![^/])\d{8}-\d{6}-")
 #: Name, title, factor, decimals and sign (1: more is better) of what is compared.
 FIGURES = (
     ("accuracy", "top-1, %", 100, 2, 1),
@@ -65,7 +68,9 @@ class Run:
         name: of the experiment, the folder or the file; with the folders above it where two runs
             would have the same name, or a name that is only a number.
         source: as :func:`timm_moe.checkpoints.source.load_source` takes it.
-        group: name of its method, that of the run without its last number.
+        group: name of its method, that of the run without its last number. Where train.py named the
+            run, it is the name without the time, as ``vit_xtiny-32``: the number is no seed then,
+            but the size of the images.
     """
 
     name: str
@@ -191,8 +196,10 @@ def _stem(file: str) -> str:
 
 
 def _group(name: str) -> str:
-    """Return the name of a run without its last number."""
-    return re.sub(r"[-_./]?(seed)?[-_.]?\d+$", "", name)
+    """Return the name of a run's method, see :class:`Run`."""
+    if _TIME.search(name):
+        return _TIME.sub("", name)
+    return re.sub(r"[-_./ ]?(seed)?[-_. ]?\d+$", "", name)
 
 
 # --- their figures
@@ -248,7 +255,7 @@ def measure_runs(
 
 def _last_number(name: str) -> int | None:
     found = re.search(r"(\d+)$", name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found and not _TIME.search(name) else None
 
 
 # --- their differences

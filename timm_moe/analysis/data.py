@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source, own_numbering
 from ..convert.wrappers import unwrapped
-from ..model_config import preprocessing, stated_names
+from ..model_config import classes_of, moved_class, preprocessing, renamed_class, stated_names
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
 
 __all__ = [
@@ -152,19 +152,15 @@ def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[
     Raises:
         ValueError: if the model has another number of classes than there are folders.
     """
-    by_number = dict(enumerate(stated_names(model) or by_folder))
-    known: list[Any] = [by_number.get(number) for number in range(model.num_classes)]
-    if len(known) != len(by_folder):
-        others = [repr(label) for label in by_folder if label not in by_number.values()]
+    if model.num_classes != len(by_folder):
+        named = stated_names(model) or by_folder
+        others = [repr(label) for label in by_folder if label not in named]
         without = f", without {', '.join(others[:3])}" if others else ""
         raise ValueError(
-            f"{Path(root)} has {len(by_folder)} classes, but {name} has {len(known)}{without}."
+            f"{Path(root)} has {len(by_folder)} classes, but {name} has {model.num_classes}"
+            f"{without}."
         )
-    # transformers calls a class without a name LABEL_ and its number.
-    return [
-        own if known[number] == f"LABEL_{number}" else known[number]
-        for number, own in enumerate(by_folder)
-    ]
+    return classes_of(model, by_folder)
 
 
 def _compare_classes(known: list[str], name: str, images: ImageDataset, order: str) -> None:
@@ -173,18 +169,16 @@ def _compare_classes(known: list[str], name: str, images: ImageDataset, order: s
     ``order`` says by what the images' classes are numbered.
     """
     root, found = Path(images.reader.root), class_names(images)
-    other = [number for number, label in enumerate(found) if known[number] != label]
-    for number in other:
-        if found[number] in known:
-            raise ValueError(
-                f"{root} has {found[number]!r} as class {number} (by {order}), but {name} as class "
-                f"{known.index(found[number])}: state the model's order with --class-map "
-                "(class_map=)."
-            )
-    if other:
+    moved, other = moved_class(known, found), renamed_class(known, found)
+    if moved is not None:
+        raise ValueError(
+            f"{root} has {found[moved]!r} as class {moved} (by {order}), but {name} as class "
+            f"{known.index(found[moved])}: state the model's order with --class-map (class_map=)."
+        )
+    if other is not None:
         _logger.warning(
-            f"{root} has other classes than {name}, whose class {other[0]} is {known[other[0]]} "
-            f"and not {found[other[0]]}: the labels do not mean the same."
+            f"{root} has other classes than {name}, whose class {other} is {known[other]} and not "
+            f"{found[other]}: the labels do not mean the same."
         )
 
 

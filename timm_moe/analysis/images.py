@@ -136,14 +136,36 @@ def _log_taken(images: FolderImages) -> None:
     if moved and not images.numbers_stated:  # torchvision has another order
         order = " in timm's order ({!r} before {!r})".format(*moved[0])
     parts = [f"{len(names):,} classes{order}, {len(images):,} images"]
-    odd = [name for name in names if not name or name.startswith(".")]
+    odd = [name for name in names if _is_odd(name)]
     if odd:
         parts.append(f"among the classes are {_listed(odd)}")
-    others = [_text(name) for name in _left_out(root, {file for file, _ in images.reader.samples})]
+    taken = {file for file, _ in images.reader.samples}
+    merged = _of_one_name(root, taken)
+    if merged:
+        parts.append(f"folders of one last name are one class: {_listed(merged)}")
+    others = [_text(name) for name in _left_out(root, taken)]
     if others:
         parts.append(f"nothing is taken from {_listed(others)}")
-    level = logging.WARNING if odd or others else logging.INFO
+    level = logging.WARNING if odd or merged or others else logging.INFO
     _logger.log(level, f"{root}: {'; '.join(parts)}.")
+
+
+def _of_one_name(root: str, taken: set[str]) -> list[str]:
+    """List folders of images whose last name another one has too, which timm merges.
+
+    Those of one name follow each other. Hidden folders are left out, as the log lists them anyway.
+    """
+    folders = {os.path.relpath(os.path.dirname(file), root) for file in taken}
+    paths: dict[str, list[str]] = defaultdict(list)
+    for folder in sorted(folders):
+        paths[os.path.basename(folder)].append(_text(folder))
+    groups = [group for name, group in paths.items() if len(group) > 1 and not _is_odd(name)]
+    return [folder for group in groups for folder in group]
+
+
+def _is_odd(name: str) -> bool:
+    """Tell if a class is of a hidden folder, or of images beside the folders of the classes."""
+    return not name or name.startswith(".")
 
 
 def _left_out(root: str, taken: set[str]) -> list[str]:

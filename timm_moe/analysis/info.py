@@ -55,8 +55,8 @@ class ModelInfo:
     gflops: float
     input_size: tuple[int, ...]  #: (channels, height, width) of that image
     number_varies: bool = False  #: whether tokens pass through different numbers of experts
-    #: of a registered name: the registered dense model that differs in the experts alone, also in
-    #: image size and preprocessing; None if there is none
+    #: of a registered name: the registered dense model that, with the same options, differs in the
+    #: experts alone, not in image size or preprocessing; None if there is none
     dense_twin: str | None = None
 
     def rows(self) -> dict[str, str]:
@@ -120,7 +120,7 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
     """
     check_registered(name)
     model = weightless_model(name, **kwargs)
-    twin = _dense_twin(model, name)
+    twin = _dense_twin(model, name, kwargs)
     return replace(measure(model, name), dense_twin=twin)
 
 
@@ -147,10 +147,11 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
     )
 
 
-def _dense_twin(model: nn.Module, name: str) -> str | None:
+def _dense_twin(model: nn.Module, name: str, kwargs: dict[str, Any]) -> str | None:
     """Return the registered dense model that differs from a model of a name in the experts alone.
 
-    None is returned if there is no such model.
+    It is made with the same options, but for those of the experts. None is returned if there is no
+    such model.
     """
     architecture = name.partition(".")[0]
     candidates = (architecture.removesuffix("_ewa_moe"), getattr(model, "dense_architecture", None))
@@ -158,7 +159,12 @@ def _dense_twin(model: nn.Module, name: str) -> str | None:
     if not twins:
         return None
     twin: str = twins[0]
-    dense = weightless_model(twin, num_classes=model.num_classes)
+    of_both = {*(getattr(model, "dense_args", None) or ())}
+    options = {option: value for option, value in kwargs.items() if option in of_both}
+    try:
+        dense = weightless_model(twin, **{"num_classes": model.num_classes, **options})
+    except TypeError:  # It has no such option, as pre_logits.
+        return None
     own = {path: tuple(weight.shape) for path, weight in model.state_dict().items()}
     for path, weight in dense.state_dict().items():
         shape = own.get(path)

@@ -150,21 +150,23 @@ def load_source(
             if the model cannot take images as stated.
     """
     spec = spec or ModelSpec()
-    if use_ema and (isinstance(source, nn.Module) or not Path(source).is_file()):
+    if use_ema and (isinstance(source, nn.Module) or not local_path(source).is_file()):
         is_model = isinstance(source, nn.Module)
         _warn_of_one_kind(f"This {type(source).__name__}" if is_model else str(source))
     if isinstance(source, nn.Module):
         return own_copy(source, spec) if spec.preprocessing else source
 
-    name = f"local-dir:{source}" if Path(source).is_dir() else str(source)
+    path = folder_of(source)
+    name = str(source) if path is None else f"local-dir:{path}"
     if name.startswith(SOURCE_PREFIXES):
-        return _load_folder(name, spec)
-    if not Path(name).exists():
+        return load_folder(name, spec)
+    file = local_path(name)
+    if not file.exists():
         raise FileNotFoundError(
             f"{name} is neither a file nor a folder; a repository on the Hub is written "
             "hf-hub:user/name."
         )
-    return _load_file(Path(name), spec, use_ema)
+    return _load_file(file, spec, use_ema)
 
 
 def folder_of(source: nn.Module | str | Path) -> Path | None:
@@ -518,7 +520,15 @@ def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Pat
 # --- folders and repositories
 
 
-def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
+def load_folder(name: str, spec: ModelSpec, called: str | None = None) -> nn.Module:
+    """Load a folder or a repository, as :func:`load_source` does.
+
+    Args:
+        name: ``local-dir:`` or ``hf-hub:`` name.
+        spec: the user's statements about the model.
+        called: what the log calls it, by default its path or ``hf-hub:`` name.
+    """
+    place = name.removeprefix("local-dir:")
     blueprint = _blueprint(name, spec)
     blueprint = replace(blueprint, args={**blueprint.args, **spec.args()})
     try:
@@ -539,9 +549,9 @@ def _load_folder(name: str, spec: ModelSpec) -> nn.Module:
     origins = {
         key: "its config.json" if key in described else _DEFAULT for key in preprocessing(model)
     }
-    _prepare(model, spec, origins, name, blueprint.architecture)
+    _prepare(model, spec, origins, called or place, blueprint.architecture)
     model.origin = Origin(  # type: ignore[assignment]
-        name.removeprefix("local-dir:"), folder_of(name), recorded=blueprint.recorded
+        place, folder_of(name), recorded=blueprint.recorded
     )
     return model
 

@@ -1,12 +1,12 @@
 """The routers that ``convert_to_moe(router=...)`` takes, by name."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from ..console import did_you_mean
 from ..layers import MoeMlp, Router, SharedExpertMlp
 from ..layers.checks import check_flag
 
@@ -135,8 +135,7 @@ def nearest_option(name: str) -> str:
 
     It reads ``"; did you mean num_experts?"``.
     """
-    nearest = difflib.get_close_matches(name, moe_options(), n=1, cutoff=0.8)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    return did_you_mean(name, moe_options(), cutoff=0.8)
 
 
 def get_spec(router: "str | RouterSpec | MakeRouter") -> RouterSpec:
@@ -172,7 +171,8 @@ def split_options(
         owner = next((other for other in _registered.values() if name in other.defaults()), None)
         if owner is None:
             raise TypeError(
-                f"convert_to_moe got an unexpected keyword argument {name!r}{nearest_option(name)}."
+                f"convert_to_moe got an unexpected keyword argument {name!r}"
+                f"{nearest_option(name) or '.'}"
             )
         default = owner.defaults()[name]
         if (none_if_written(value) if default is None else value) != default:

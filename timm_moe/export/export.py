@@ -12,9 +12,9 @@ from ..checkpoints.description import SOURCE_PREFIXES
 from ..checkpoints.source import load_source, own_copy
 from ..convert.dense import to_dense_
 from ..convert.expert_layers import moe_layers, parameters
-from ..files import check_apart, check_folder, holds_something, publish, staged
-from ..models.mixin import state_as_stock
-from ..models.registered import registrar
+from ..files import check_apart, check_folder, holds_something, local_path, publish, staged
+from ..models.mixin import MoeMixin, state_as_stock
+from ..models.registered import is_registered_here, registrar
 from .formats import FILES, Format, architecture_of, layout_of
 from .history import history_of
 from .options import ModelOptions
@@ -35,12 +35,15 @@ class Export:
         architecture: registered name of the stock model, or class of a model that timm did not
             make.
         parameters: number of its parameters.
-        largest_difference: largest absolute difference between an output of the source model and of
-            the model that was loaded from the folder, on random images or the caller's inputs. If
-            no dense model computes the source's function, the network made of its experts is the
-            reference. None if there was nothing to compare.
-        exact: whether the dense model computes the source's function in eval mode: it does for the
-            mean of EWA's experts only.
+        largest_difference: largest absolute difference between the outputs before and after the
+            files were written, on random images or the caller's inputs. If ``exact``, it is that of
+            the source model and the model that was loaded from the folder. Otherwise it is that of
+            the dense network made of the experts and the loaded one, and says nothing about the
+            source model: 0.0 means only that the files hold that network. None if there was
+            nothing to compare.
+        exact: whether the dense model computes the source's function in eval mode, as the mean of
+            EWA's experts does, and a model without experts. If not, it is another model than the
+            source: validate it, or train it further, before you use it.
         library: library that loads it: ``"timm"``, ``"transformers"`` or ``"pytorch"``.
     """
 
@@ -100,7 +103,7 @@ def export_dense(
         TypeError: if there is no option of a name.
         OSError: if the folder is in use or cannot be written.
     """
-    settings = ModelOptions(**options)
+    settings = ModelOptions.of(export_dense, **options)
     target = check_target(output_dir, overwrite, source)
     layout = opened(source, settings, method, allow_nonfinite)
     written = write_dense(layout, target, settings, method, svd_ratio, overwrite, allow_nonfinite)
@@ -141,7 +144,7 @@ def export_moe(
     Raises:
         ValueError: if the model has no expert layers or no registered name.
     """
-    settings = ModelOptions(**options, model_args=model_args)
+    settings = ModelOptions.of(export_moe, **options, model_args=model_args)
     target = check_target(output_dir, overwrite, source)
     layout = opened(source, settings, None, allow_nonfinite)
     write_moe(layout, target, settings, overwrite, allow_nonfinite)
@@ -161,7 +164,7 @@ def check_target(
         raise ValueError(f"{output_dir} is a model name, but the output must be a local folder.")
     if not str(output_dir):
         raise ValueError("The output must be a folder, got an empty name.")
-    target = Path(output_dir)
+    target = local_path(output_dir)
     for file in (target, *(target / name for name in FILES)):
         check_apart(file, [source])
     check_folder(target, FILES, overwrite=True)
@@ -258,9 +261,9 @@ def write_dense(
     exact = method == "average" and has_exact_mean
     if layers and not exact:
         better = " The mean of these experts, method='average', is exact." if has_exact_mean else ""
-        _logger.info(
-            f"What method={method!r} makes of the experts is another function: a start for further "
-            f"training.{better}"
+        _logger.warning(
+            f"The dense model that method={method!r} makes of the experts is not the one that was "
+            f"trained: validate it, or train it further, before you use it.{better}"
         )
     expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
     if layers or method != "average":
@@ -293,11 +296,14 @@ def _require_registered_experts(model: nn.Module) -> None:
             f"This {type(model).__name__} has no expert layers: export_dense (without --moe) "
             "writes it as it is."
         )
-    if registrar(architecture_of(model)) is None:
+    architecture = architecture_of(model)
+    is_of_dense_name = is_registered_here(architecture) and not isinstance(model, MoeMixin)
+    if registrar(architecture) is None or is_of_dense_name:
         raise ValueError(
-            f"This {type(model).__name__} was converted in memory, so timm could not create it by "
-            "a name: save its state_dict(), and load that into a registered model of timm_moe, or "
-            "one that was converted alike."
+            f"This {type(model).__name__} was converted in memory, by convert_to_moe, and has no "
+            "name that creates it: save its state_dict(), and load that into a model that was "
+            "converted with the same options; or train a model with a name of this package, such "
+            "as vit_small_ewa_moe."
         )
 
 

@@ -25,18 +25,21 @@ from torch import Tensor, nn
 
 from ..checkpoints.description import ENTRY
 from ..checkpoints.source import first_problem, own_numbering
-from ..console import shown
+from ..console import describe, shown
 from ..model_config import (
     change_pretrained_cfg,
+    classes_of,
     get_pretrained_cfg,
     is_of_timm,
     model_input_size,
+    moved_class,
     records_arguments,
+    renamed_class,
     stated_names,
     untold_args,
 )
 from ..quick_init import quick_init
-from .history import History, digest
+from .history import History, digest, public
 from .options import ModelOptions
 
 _logger = logging.getLogger(__name__)
@@ -73,7 +76,9 @@ class TimmFormat:
             _write_config(folder, config, self.history)
         except (TypeError, ValueError) as error:  # of json
             raise ValueError(
-                f"An argument of the model cannot be written to config.json: {error}"
+                "An argument of the model cannot be written to config.json: state a value in "
+                "model_args that JSON has, or save the state_dict() of the model, or of "
+                f"timm_moe.to_dense(model), instead ({describe(error)})."
             ) from error
         del self.model  # it need not stay in memory beside the one that is read
 
@@ -216,11 +221,19 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
     """Return the entries of config.json that name the classes.
 
     They are the user's, or else the model's own.
+
+    Raises:
+        ValueError: if there is another number of names, or a source that names its classes itself
+            has one of them under another number.
     """
     if settings.label_names is not None:
         if numbering := own_numbering(model):
             _logger.warning(f"The model was trained {numbering}: names must be in that order.")
-        return _checked_labels(model.num_classes, settings.label_names, settings.label_descriptions)
+        labels = _checked_labels(
+            model.num_classes, settings.label_names, settings.label_descriptions
+        )
+        _compare_with_source(model, labels["label_names"])
+        return labels
     if settings.label_descriptions is not None:
         raise ValueError("label_descriptions are of label_names: state those too.")
     names = stated_names(model)
@@ -238,6 +251,30 @@ def stated_labels(model: nn.Module, settings: ModelOptions) -> dict[str, Any]:
             f"{shown(names)}: state label_names if it was trained on others."
         )
     return labels
+
+
+def _compare_with_source(model: nn.Module, names: Sequence[str]) -> None:
+    """Compare names that the user states with those that a folder or repository has.
+
+    A model in memory may have a new classifier, so the names in its config do not count.
+    """
+    origin = getattr(model, "origin", None)
+    if origin is None:
+        return
+    source, known = public(origin.place), classes_of(model, names)
+    moved, other = moved_class(known, names), renamed_class(known, names)
+    if moved is not None:
+        raise ValueError(
+            f"The names of the classes that you state have {names[moved]!r} as class {moved}, but "
+            f"{source} as class {known.index(names[moved])}: leave out --data-dir (label_names=), "
+            f"since {source} names its classes itself."
+        )
+    if other is not None:
+        _logger.warning(
+            f"{source} has other names of classes than you state: its class {other} is "
+            f"{known[other]} and becomes {names[other]}. This is right only if both name the same "
+            "class."
+        )
 
 
 def _checked_labels(

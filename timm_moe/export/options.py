@@ -2,14 +2,17 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from inspect import signature
+from typing import Any, TypeVar
 
 from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoints.source import ModelSpec
-from ..console import describe
+from ..console import describe, did_you_mean
+
+OptionsT = TypeVar("OptionsT", bound="ModelOptions")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,9 @@ class ModelOptions:
         example_inputs: arguments of the model for the comparison of outputs: a tensor, a tuple of
             arguments, or a dict of keyword arguments. By default two random images of the size that
             the model states.
-        label_names: names of the classes, in order; by default the names in the source's config.
+        label_names: names of the classes, in order; by default the names in the source's config. A
+            folder or repository that names its classes must have them in the same order; other
+            names than its own give a warning.
         label_descriptions: texts by class name. Only models of timm have them.
     """
 
@@ -39,6 +44,22 @@ class ModelOptions:
     example_inputs: Any = None
     label_names: Sequence[str] | None = None
     label_descriptions: Mapping[str, str] | None = None
+
+    @classmethod
+    def of(cls: type[OptionsT], function: Callable[..., Any], /, **options: Any) -> OptionsT:
+        """Make options of the keyword arguments of a function.
+
+        Raises:
+            TypeError: if there is no option of a name; the message names the nearest argument.
+        """
+        known = {each.name for each in fields(cls)}
+        for name in options.keys() - known:
+            arguments = known.union(signature(function).parameters) - {"options"}
+            raise TypeError(
+                f"{function.__name__} got an unexpected keyword argument {name!r}"
+                f"{did_you_mean(name, arguments) or '.'}"
+            )
+        return cls(**options)
 
 
 @dataclass(frozen=True, kw_only=True)

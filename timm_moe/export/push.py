@@ -19,7 +19,7 @@ from huggingface_hub.utils import get_session
 from torch import nn
 
 from ..checkpoints.description import ENTRY
-from ..checkpoints.source import ModelSpec, folder_of, load_source, require_config
+from ..checkpoints.source import ModelSpec, folder_of, load_folder, require_config
 from ..console import describe
 from ..convert.expert_layers import moe_layers
 from ..files import local_path, require_file
@@ -107,7 +107,7 @@ def push_dense(
             minute.
         OSError: if something cannot be read or written.
     """
-    settings = PushOptions(repo_id=repo_id, private=private, **options)
+    settings = PushOptions.of(push_dense, repo_id=repo_id, private=private, **options)
     api = _log_in(settings)
     folder = folder_of(source)
     if folder is None or method != "average":
@@ -137,7 +137,7 @@ def push_moe(
         private: as for :func:`push_dense`.
         **options: as for :func:`push_dense`, whose errors are raised too.
     """
-    settings = PushOptions(repo_id=repo_id, private=private, **options)
+    settings = PushOptions.of(push_moe, repo_id=repo_id, private=private, **options)
     api = _log_in(settings)
     folder = folder_of(source)
     if folder is not None:
@@ -170,7 +170,7 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
         **options: as for :func:`push_dense`, whose errors are raised too; of the model only the
             class names can be stated.
     """
-    settings = PushOptions(repo_id=repo_id, private=private, **options)
+    settings = PushOptions.of(push_folder, repo_id=repo_id, private=private, **options)
     api = _log_in(settings)
     folder = local_path(folder)
     with _own_copy(folder, settings) as copy:
@@ -226,7 +226,7 @@ def _loaded(copy: Path, folder: Path) -> nn.Module:
         ValueError: unless the model is whole and finite; it names the folder, not the copy.
     """
     try:
-        model = load_source(copy)
+        model = load_folder(f"local-dir:{copy}", ModelSpec(), called=str(folder))
         require_finite_weights(model)
         source_outputs(model, inputs_for(model, None), allow_nonfinite=False)
     except ValueError as error:
@@ -260,8 +260,6 @@ def _publish_dense(
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
         written = write_dense(layout, made, settings, method, svd_ratio)
-        if not written.exact:
-            _logger.warning("The dense model is not the one that was trained: validate it.")
         return _publish_written(made, written, settings, api)
 
 

@@ -1,6 +1,5 @@
 """Questions about registered names, and models without weights by name."""
 
-import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import torch
 from timm.models import model_entrypoint
 from torch import nn
 
-from ..console import shown_name
+from ..console import did_you_mean, shown_name
 from ..quick_init import quick_init
 
 
@@ -46,11 +45,8 @@ def check_registered(name: str) -> None:
     """
     if timm.is_model(name) and re.fullmatch(r"[\w.-]+", name):  # is_model ignores the tag
         return
-    nearest = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=1)
-    raise ValueError(
-        f"Unknown model ({shown_name(name)})"
-        + (f"; did you mean {nearest[0]}?" if nearest else ".")
-    )
+    nearest = did_you_mean(name.partition(".")[0], timm.list_models())
+    raise ValueError(f"Unknown model ({shown_name(name)}){nearest or '.'}")
 
 
 def is_named_after_stock(name: str) -> bool:
