@@ -20,6 +20,7 @@ from .outcome import Outcome, costs_of_studies, hours, ratio
 from .results import read
 from .routed import operations, routed_share
 from .study import Arm, Size
+from .summary import summary
 
 NOTHING = "No study has been run yet."
 DOCS = Path(__file__).parents[1] / "docs"
@@ -73,9 +74,11 @@ def pages(folder: Path) -> dict[str, str]:
     full = (TEMPLATES / "details.md").read_text()
     for place, text in places.items():
         full = full.replace(place, text)
+    questions = summary(known)
     short = (
         (TEMPLATES / "results.md")
         .read_text()
+        .replace("{summary}", "\n".join(_table(questions)) if questions else NOTHING)
         .replace("{studies}", "\n\n".join(map(section, known)) or NOTHING)
     )
     return {"results.md": short, "generated/studies.md": full.replace("{studies}", details)}
