@@ -40,7 +40,8 @@ def differences(outcome: Outcome) -> dict[str, Difference]:
 def curves(outcome: Outcome) -> dict[str, Curve]:
     """Average the curves of each training that was evaluated on its way.
 
-    A curve is named by the first arm that comes from its training.
+    A curve is named by the first arm that comes from its training. With an EMA of the weights,
+    train.py evaluates the model and then the EMA, and its summary has the EMA's figures.
     """
     found: dict[str, Curve] = {}
     seen: set[str] = set()
@@ -49,7 +50,10 @@ def curves(outcome: Outcome) -> dict[str, Curve]:
         known = [cost["curve"] for cost in of_seeds if cost.get("curve")]
         if known and arm.training.name not in seen:
             epochs = zip(*known, strict=False)  # up to the last epoch that all seeds have
-            found[arm.name] = {entries[0]["epoch"]: _means(entries) for entries in epochs}
+            has_ema = "--model-ema" in arm.training.options
+            found[f"{arm.name}, its EMA" if has_ema else arm.name] = {
+                entries[0]["epoch"]: _means(entries) for entries in epochs
+            }
         seen.add(arm.training.name)
     return found
 

@@ -18,8 +18,9 @@ from .findings import problems
 from .measure import Figure
 from .outcome import Outcome, costs_of_studies, hours, ratio
 from .results import read
-from .routed import routed_share
+from .routed import operations, routed_share
 from .study import Arm, Size
+from .summary import summary
 
 NOTHING = "No study has been run yet."
 DOCS = Path(__file__).parents[1] / "docs"
@@ -73,9 +74,11 @@ def pages(folder: Path) -> dict[str, str]:
     full = (TEMPLATES / "details.md").read_text()
     for place, text in places.items():
         full = full.replace(place, text)
+    questions = summary(known)
     short = (
         (TEMPLATES / "results.md")
         .read_text()
+        .replace("{summary}", "\n".join(_table(questions)) if questions else NOTHING)
         .replace("{studies}", "\n\n".join(map(section, known)) or NOTHING)
     )
     return {"results.md": short, "generated/studies.md": full.replace("{studies}", details)}
@@ -229,6 +232,8 @@ def _rows(
     to = f"difference from {min(baselines)}" if len(baselines) == 1 else "difference"
     to += ", one seed" if all(len(outcome.seeds(arm.name)) == 1 for arm in arms) else ""
     heads = {figure: to if len(figures) == 1 else f"{figure.title}: {to}" for figure in figures}
+    shares = {arm.name: routed_share(arm, size) for arm in arms}
+    routes = any(share is not None for share in shares.values())
     rows = []
     for arm in arms:
         baseline, number = size.baseline_of(arm.name), len(outcome.seeds(arm.name))
@@ -239,7 +244,11 @@ def _rows(
             row[heads[figure]] = _judged(outcome, (arm.name, baseline), figure)
         row["seeds"] = str(number) if is_full or number != len(size.seeds) else ""
         row["primary"] = "primary" if outcome.study.primary == (arm.name, baseline) else ""
-        share = routed_share(arm, size)
+        row["operations"] = ""
+        if routes and baseline != arm.name:
+            relative = operations(arm, size) / operations(size.arm(baseline), size)
+            row["operations"] = f"{relative:.2f}"
+        share = shares[arm.name]
         row["routed"] = "" if share is None else f"{share:.0%}"
         row["the paper"] = arm.paper
         if is_full:
@@ -313,15 +322,26 @@ def _trained_by(arm: Arm, size: Size) -> str:
     return "; ".join(commands)
 
 
+def _half_width(outcome: Outcome) -> list[str]:
+    """Say how wide the interval of the primary comparison is, else those of all arms."""
+    figure, primary = outcome.study.measure.figures[0], outcome.study.primary
+    if primary is not None:
+        found = outcome.difference(*primary, figure)
+        pairs, which = [found] if found else [], "of the primary comparison"
+    else:
+        pairs, which = list(differences(outcome).values()), "in the median"
+    halves = [pair.high - pair.mean for pair in pairs if pair.pairs > 1]
+    if not halves:
+        return []
+    half = f"{median(halves):.{figure.decimals}f}"
+    return [f"Half the width of an interval of {figure.title}, {which}: {half}."]
+
+
 def _circumstances(outcome: Outcome) -> Iterator[str]:
     """Report seeds, widths of the intervals, hardware, versions, resumed trainings and time."""
     seeds = {seed for arm in outcome.size.arms for seed in outcome.seeds(arm.name)}
     yield f"Seeds {', '.join(sorted(seeds, key=int))}."
-    halves = [found.high - found.mean for found in differences(outcome).values() if found.pairs > 1]
-    if halves:
-        figure = outcome.study.measure.figures[0]
-        half = f"{median(halves):.{figure.decimals}f}"
-        yield f"Half the width of an interval of {figure.title}, in the median: {half}."
+    yield from _half_width(outcome)
     costs = costs_of_studies([outcome])
     for versions in sorted({tuple(cost["versions"].items()) for cost in costs}):
         yield (

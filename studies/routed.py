@@ -1,4 +1,4 @@
-"""The share of a model's operations that its routers decide about."""
+"""Floating-point operations of a deployed model, and the share that its routers decide about."""
 
 from argparse import ArgumentParser
 from functools import cache
@@ -7,13 +7,22 @@ import torch
 from timm.utils import ParseKwargs
 from torch.utils.flop_counter import FlopCounterMode
 
-from timm_moe import moe_layers
+from timm_moe import moe_layers, to_dense
 from timm_moe.model_config import model_input_size
 from timm_moe.models.registered import weightless_model
 
-from . import rivals  # noqa: F401  (registers their models)
+from . import rivals
 from .deploy import Checkpoint
-from .study import Arm, Size
+from .study import Arm, Size, Training
+
+
+def operations(arm: Arm, size: Size) -> float:
+    """Count the operations of an arm's evaluation, for one image and all members of its ensemble.
+
+    The head has as many classes as the model's default, in all arms.
+    """
+    models = (arm.training, *arm.beside)
+    return sum(_counted(*_deployed(arm, size, training))[0] for training in models)
 
 
 def routed_share(arm: Arm, size: Size) -> float | None:
@@ -24,29 +33,48 @@ def routed_share(arm: Arm, size: Size) -> float | None:
     Returns:
         None if the deployed model has no routed layers.
     """
-    keeps_experts = isinstance(arm.deployment, Checkpoint) or "--moe" in getattr(
+    if not _keeps_experts(arm):
+        return None
+    total, routed = _counted(*_deployed(arm, size, arm.training))
+    return routed / total if routed else None
+
+
+def _keeps_experts(arm: Arm) -> bool:
+    return isinstance(arm.deployment, Checkpoint) or "--moe" in getattr(
         arm.deployment, "options", ()
     )
-    if not keeps_experts:
-        return None
-    return _routed_share(size.models[arm.training.model], (*size.kwargs, *arm.training.kwargs))
+
+
+def _deployed(arm: Arm, size: Size, training: Training) -> tuple[str, tuple[str, ...], bool, int]:
+    """Describe one model of an arm: name, arguments, whether experts are kept, samples of it."""
+    options = getattr(arm.measure, "options", ())
+    samples = int(options[options.index("--mc-dropout") + 1]) if "--mc-dropout" in options else 1
+    kwargs = (*size.kwargs, *training.kwargs)
+    return size.models[training.model], kwargs, _keeps_experts(arm), samples
 
 
 @cache
-def _routed_share(name: str, kwargs: tuple[str, ...]) -> float | None:
+def _counted(
+    name: str, kwargs: tuple[str, ...], keeps_experts: bool, samples: int
+) -> tuple[float, float]:
+    """Count the operations of a model for one image: all, and those of its routed layers."""
     parser = ArgumentParser()
     parser.add_argument("--model-kwargs", nargs="*", action=ParseKwargs, default={})
     stated = parser.parse_args(["--model-kwargs", *kwargs]).model_kwargs if kwargs else {}
     model = weightless_model(name, **stated).eval().requires_grad_(False)
     layers = moe_layers(model).values()
-    if all(layer.deploys_dense for layer in layers):  # as where there are none
-        return None
+    if layers and not keeps_experts:
+        model, layers = to_dense(model, "sum"), {}.values()
+    forward = rivals.with_samples(model, samples).forward_members if samples > 1 else model
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(2, *model_input_size(model), device="meta"))
+        forward(torch.empty(2, *model_input_size(model), device="meta"))
     counts = counter.get_flop_counts()
+    total = sum(counts["Global"].values()) / 2
+    if all(layer.deploys_dense for layer in layers):  # as where there are none
+        return total, 0.0
     # Blocks may share a layer, which then has the name of one of them.
     names = [
         name for name, module in model.named_modules(remove_duplicate=False) if module in layers
     ]
     routed = sum(sum(counts.get(f"{type(model).__name__}.{name}", {}).values()) for name in names)
-    return routed / sum(counts["Global"].values())
+    return total, routed / 2

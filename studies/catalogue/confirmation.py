@@ -23,9 +23,9 @@ IMAGES = Images(classes=(20, 40), train=(0, 200), held_out=(200, 500))
 
 FINDINGS = (
     Finding(
-        "Of the four ways of merging that led the search only linear beats dense training, by "
-        "0.68 points (0.03 to 1.33); one of four comparisons may well exclude zero so narrowly by "
-        "chance.",
+        "Linear is 0.68 points better than dense training (0.03 to 1.33), which is not clear after "
+        "Holm's correction. The other three ways of merging that led the search show no clear "
+        "difference.",
         (
             *compare(("linear",), BETTER, ("dense",)),
             *compare(

@@ -280,6 +280,11 @@ def test_only_secondary_comparisons_are_corrected():
     assert stated.verdict("EWA", "dense", top1) == BETTER
     assert stated.verdict("dense", "EWA", top1) == WORSE
     assert ", Holm's p = " in page.detailed(stated)
+    half = (
+        stated.difference("EWA", "dense", top1).high - stated.difference("EWA", "dense", top1).mean
+    )
+    told = f"Half the width of an interval of top-1 %, of the primary comparison: {half:.2f}."
+    assert told in page.detailed(stated)
 
 
 @pytest.mark.parametrize("measured", [0, 3, 4])
@@ -353,6 +358,12 @@ def test_the_routed_share_counts_the_expert_layers_of_an_evaluation():
     assert 0.5 < shared_by_all_blocks < 0.9
     recipe = STUDIES["recipe"].sizes["small"]
     assert routed_share(recipe.arm("dense, strong"), recipe) is None
+    ensembles = STUDIES["ensembles"].sizes["small"]
+    dropout, pbe = (
+        routed_share(ensembles.arm(name), ensembles)
+        for name in ("V-MoE, K 1, MC dropout, M 2", "pBE, M 2, K 1")
+    )
+    assert dropout == pytest.approx(pbe)  # the measure repeats the blocks from the first expert on
     # One network is deployed.
     assert routed_share(recipe.arm("EWA, linear, strong"), recipe) is None
     top_2 = routed_share(recipe.arm("V-MoE, top-2, strong"), recipe)
@@ -411,6 +422,8 @@ def test_trainings_that_are_evaluated_on_their_way_have_curves(folder):
     }
     lines = chart.curves(Outcome(study, "small", results))
     assert list(lines) == ["dense"]  # not "dense, EMA", which comes from the same training
+    with_ema = small_study(Arm("dense", replace(DENSE, options=("--model-ema",))))
+    assert list(chart.curves(Outcome(with_ema, "small", results))) == ["dense, its EMA"]
     assert [(epoch, entry["eval_top1"]) for epoch, entry in lines["dense"].items()] == [
         (9, 12),
         (19, 21),
