@@ -98,7 +98,9 @@ def test_what_leads_out_of_a_folder_is_refused_before_it_is_read(
     stranger, home, monkeypatch, kind, push
 ):
     LINKS[kind](stranger, home)
-    monkeypatch.setattr(hub_module, "load_source", lambda *arguments: pytest.fail("it is read"))
+    monkeypatch.setattr(
+        hub_module, "load_folder", lambda *arguments, **options: pytest.fail("it is read")
+    )
     monkeypatch.setattr(
         hub_module, "write_dense", lambda *arguments, **options: pytest.fail("it is read")
     )
@@ -180,8 +182,8 @@ def test_what_was_checked_is_what_is_uploaded(stranger, home, monkeypatch, push)
         )
         return None, None
 
-    load = hub_module.load_source
-    monkeypatch.setattr(hub_module, "load_source", load_and_replace)
+    load = hub_module.load_folder
+    monkeypatch.setattr(hub_module, "load_folder", load_and_replace)
     monkeypatch.setattr(hub_module, "_log_in", lambda settings: object())
     monkeypatch.setattr(hub_module, "_commit", commit)
     pushed = PUSHES[push](stranger, "user/vit")

@@ -95,7 +95,8 @@ SAID = {
     },
     ("README.md", "adamw"): {
         "its NLL was 0.1760 worse,": STRONG_ADAMW,
-        "Fine-tuning by AdamW showed no clear difference, +0.02 (-0.54 to +0.58).": EWA_ADAMW,
+        "The other is fine-tuning by AdamW, from a trained network, over five seeds. It showed no "
+        "clear difference, +0.02 (-0.54 to +0.58).": EWA_ADAMW,
     },
     ("docs/ewa.md", "adamw"): {
         "nor with AdamW (-0.54 to +0.58).": EWA_ADAMW,
@@ -177,9 +178,9 @@ SAID = {
     },
     ("README.md", "confirmation"): {
         "has 4,000 images of 20 classes, from scratch, over five seeds: EWA was 0.68 points better "
-        "than dense training, dense training with dropout and half the initial weights was 1.15 "
-        "better, and the two do not differ clearly. EWA's gain is not clear after Holm's "
-        "correction.": LONG_AND_FEW,
+        "than dense training, dense training with dropout, and with initial weights of half the "
+        "size, was 1.15 better; EWA and this training do not differ clearly. EWA's gain is not "
+        "clear after Holm's correction.": LONG_AND_FEW,
         "0.68 better in the long training on 20 classes": LINEAR,
     },
     ("README.md", "finetuning"): {
@@ -189,7 +190,7 @@ SAID = {
     ("README.md", "recipe"): {
         "Over five seeds V-MoE was 2.08 and 1.99 points worse under two weaker recipes, and not "
         "clearly different under the strong one.": V_MOE,
-        "That recipe itself gained 4.00 points over the weak one and 2.58 over the medium one.": (
+        "recipe itself gained 4.00 points over the weak one and 2.58 over the medium one": (
             *STRONGER,
             *STRONGER_THAN_MEDIUM,
         ),
