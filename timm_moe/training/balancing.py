@@ -16,7 +16,7 @@ from ..convert.wrappers import is_sharded
 from ..layers import BalancingBias, MoeMlp
 from ..layers.living import living
 from .optimizers import is_distributed, is_first_time, is_skipped, parameter_ids, trained_layers
-from .router_losses import with_losses
+from .router_losses import only_recording
 from .wrapped_optimizers import Steps
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     layers = [
         layer
-        for layer in with_losses(trained_layers(parameter_ids(optimizer), living(MoeMlp)))
+        for layer in only_recording(trained_layers(parameter_ids(optimizer), living(MoeMlp)))
         if layer.router.balancing_bias is not None and layer.router.balancing_bias.load is not None
     ]
     if not layers or is_skipped(optimizer):

@@ -19,7 +19,7 @@ from .optimizers import (
     parameter_ids,
     require_parameters,
 )
-from .router_losses import add_losses, begin_run, layers_with_losses, summaries_for
+from .router_losses import add_losses, begin_run, recording_layers, summaries_for
 from .wrapped_optimizers import with_hooks
 
 _logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Ten
         The sum; the loss itself in eval mode, without routers, or where
         :func:`timm_moe.auxiliary_loss` was added already.
     """
-    return add_losses(layers_with_losses(model), loss, scale)
+    return add_losses(recording_layers(model), loss, scale)
 
 
 def expert_statistics(

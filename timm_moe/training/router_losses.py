@@ -22,13 +22,13 @@ from .optimizers import is_first_time, is_primary, parameter_ids, trained_layers
 _logger = logging.getLogger(__name__)
 
 
-def layers_with_losses(model: nn.Module) -> list[Any]:
-    """Return the expert layers of a model, which may be wrapped, whose routers have losses."""
-    return with_losses(find(MoeMlp, unwrapped(model)))
+def recording_layers(model: nn.Module) -> list[Any]:
+    """Return the expert layers of a model, which may be wrapped, whose routers take records."""
+    return only_recording(find(MoeMlp, unwrapped(model)))
 
 
-def with_losses(layers: Iterable[MoeMlp]) -> list[Any]:
-    """Select the layers whose routers have losses."""
+def only_recording(layers: Iterable[MoeMlp]) -> list[Any]:
+    """Select the layers whose routers take records."""
     return [layer for layer in layers if isinstance(layer.router, RecordingRouter)]
 
 
@@ -37,7 +37,7 @@ def begin_run(layers: Iterable[MoeMlp]) -> None:
 
     That is losses that wait, loads for the balancing bias, and statistics.
     """
-    for layer in with_losses(layers):
+    for layer in only_recording(layers):
         layer.router.forget()
         for reader in Reader:
             layer.router.totals.begin(reader)
@@ -57,7 +57,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         A scalar with a gradient; zero if no loss waits, as with ``aux_loss_weight=0``, in eval
         mode, and within ``torch.no_grad()``.
     """
-    loss = take_losses(layers_with_losses(model))
+    loss = take_losses(recording_layers(model))
     if loss is not None:
         return loss
     reference = next(model.parameters(), None)
@@ -116,7 +116,7 @@ def collecting_losses(task: nn.Module) -> Iterator[list[Any]]:
     Yields:
         The task's layers with losses, for :func:`take_losses` after the block.
     """
-    layers = layers_with_losses(task)
+    layers = recording_layers(task)
     for layer in layers:
         layer.router.begin_task()
     try:
@@ -143,9 +143,9 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
     Raises:
         RuntimeError: if losses of routers that it trains wait.
     """
-    for layer in with_losses(others):
+    for layer in only_recording(others):
         layer.router.end_other_step()
-    layers = with_losses(trained)
+    layers = only_recording(trained)
     routers = [layer.router for layer in layers]
     forgotten = [router for router in routers if router.has_pending_losses()]
     lost = sum(router.totals.lost for router in routers)
@@ -250,7 +250,7 @@ def log_epoch(optimizer: Optimizer) -> None:
 
     This is called at the end of an epoch.
     """
-    for layer in with_losses(trained_layers(parameter_ids(optimizer), living(MoeMlp))):
+    for layer in only_recording(trained_layers(parameter_ids(optimizer), living(MoeMlp))):
         _warn_of_not_finite(layer)
         if is_primary():  # A summary waits for the device.
             for path, summary in summaries_for(Reader.EPOCH, {layer.path: layer}).items():

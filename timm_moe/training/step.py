@@ -31,7 +31,7 @@ from .optimizers import (
     parameter_ids,
     trained_layers,
 )
-from .router_losses import end_forwards, with_losses
+from .router_losses import end_forwards, only_recording
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     _warn_without_averaging(optimizer, layers, held)
 
     end_forwards(optimizer, trained, others)
-    if any(layer.router.balancing_bias is not None for layer in with_losses(trained)):
+    if any(layer.router.balancing_bias is not None for layer in only_recording(trained)):
         balancing.begin_step(optimizer)
 
 
