@@ -21,8 +21,7 @@ def operations(arm: Arm, size: Size) -> float:
 
     The head has as many classes as the model's default, in all arms.
     """
-    models = (arm.training, *arm.beside)
-    return sum(_counted(*_deployed(arm, size, training))[0] for training in models)
+    return sum(_counted_of(arm, size, training)[0] for training in (arm.training, *arm.beside))
 
 
 def routed_share(arm: Arm, size: Size) -> float | None:
@@ -35,7 +34,7 @@ def routed_share(arm: Arm, size: Size) -> float | None:
     """
     if not _keeps_experts(arm):
         return None
-    total, routed = _counted(*_deployed(arm, size, arm.training))
+    total, routed = _counted_of(arm, size, arm.training)
     return routed / total if routed else None
 
 
@@ -45,12 +44,12 @@ def _keeps_experts(arm: Arm) -> bool:
     )
 
 
-def _deployed(arm: Arm, size: Size, training: Training) -> tuple[str, tuple[str, ...], bool, int]:
-    """Describe one model of an arm: name, arguments, whether experts are kept, samples of it."""
+def _counted_of(arm: Arm, size: Size, training: Training) -> tuple[float, float]:
+    """Count the operations of one model of an arm: all, and those of its routed layers."""
     options = getattr(arm.measure, "options", ())
     samples = int(options[options.index("--mc-dropout") + 1]) if "--mc-dropout" in options else 1
     kwargs = (*size.kwargs, *training.kwargs)
-    return size.models[training.model], kwargs, _keeps_experts(arm), samples
+    return _counted(size.models[training.model], kwargs, _keeps_experts(arm), samples)
 
 
 @cache
@@ -64,13 +63,13 @@ def _counted(
     model = weightless_model(name, **stated).eval().requires_grad_(False)
     layers = moe_layers(model).values()
     if layers and not keeps_experts:
-        model, layers = to_dense(model, "sum"), {}.values()
+        model = to_dense(model, "sum")
     forward = rivals.with_samples(model, samples).forward_members if samples > 1 else model
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         forward(torch.empty(2, *model_input_size(model), device="meta"))
     counts = counter.get_flop_counts()
     total = sum(counts["Global"].values()) / 2
-    if all(layer.deploys_dense for layer in layers):  # as where there are none
+    if not keeps_experts or all(layer.deploys_dense for layer in layers):
         return total, 0.0
     # Blocks may share a layer, which then has the name of one of them.
     names = [

@@ -109,7 +109,7 @@ def _cells(row: Row, known: dict[str, Outcome]) -> dict[str, str]:
     return {
         "compared with dense training": row.question,
         "difference": _difference(found, figure),
-        "seeds": str(found[0].pairs),
+        "seeds": "/".join(map(str, sorted({difference.pairs for difference in found}))),
         "clear after correction": _clear(row, each, found, figure),
     }
 
@@ -134,7 +134,13 @@ def _difference(found: list[Difference], figure: Figure) -> str:
     first, last = min(pair.mean for pair in found), max(pair.mean for pair in found)
     means = [first] if len(found) == 1 else [first, last]
     middle = " to ".join(f"{value:+.{figure.decimals}f}" for value in means)
-    return f"{middle} ({low:+.{figure.decimals}f} to {high:+.{figure.decimals}f})"
+    return f"{middle} ({_end(low, figure)} to {_end(high, figure)})"
+
+
+def _end(value: float, figure: Figure) -> str:
+    """Write an end of an interval, with one more decimal where it would look like 0."""
+    decimals = figure.decimals + (round(value, figure.decimals) == 0)
+    return f"{value:+.{decimals}f}"
 
 
 def _clear(

@@ -63,9 +63,9 @@ def in_layers(number: int) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question for the name that a mistyped one is nearest to, or nothing.
+    """Return the end of a sentence that asks for the name a mistyped one is nearest to.
 
-    It reads ``"; did you mean num_experts?"``.
+    It reads ``"; did you mean num_experts?"``, or ``"."`` if none is near.
 
     Args:
         name: the mistyped name.
@@ -73,7 +73,7 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
         cutoff: how alike the names must be, from 0 to 1.
     """
     nearest = difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"; did you mean {nearest[0]}?" if nearest else "."
 
 
 def shown(value: Any) -> str:

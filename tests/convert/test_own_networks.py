@@ -173,7 +173,7 @@ def test_an_activation_of_a_users_is_no_obstacle(named):
 def test_the_log_tells_of_experts_that_run_one_by_one(network, caplog):
     caplog.set_level("INFO", "timm_moe")
     convert(network)
-    assert ("A Scalar runs expert by expert." in caplog.text) == (network is Scalar)
+    assert ("Experts of Scalar run one after the other." in caplog.text) == (network is Scalar)
 
 
 @pytest.mark.parametrize("training", [True, False])

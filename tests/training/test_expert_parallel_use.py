@@ -145,9 +145,9 @@ class InTurn(Router):
 
 
 def two_by_two_worker(rank, folder, held, is_placed):
-    """EWA has twice as many experts as two of four processes hold together.
+    """EWA has twice as many experts as a process holds.
 
-    Two processes hold parts of the same experts and train them on their images.
+    Two of the four processes hold parts of the same experts and train them on their images.
     """
     join_group(rank, folder, 4)
     torch.manual_seed(0)

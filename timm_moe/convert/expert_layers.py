@@ -27,7 +27,7 @@ def described(layers: Iterable[MoeMlp]) -> str:
     routed = f"{type(router).__name__}({options})" if options else type(router).__name__
     shared = " and a shared one" if isinstance(each[0], SharedExpertMlp) else ""
     slow = next((layer for layer in each if not layer.is_grouped), None)
-    told = "" if slow is None else f" A {slow.network_name} runs expert by expert."
+    told = "" if slow is None else f" Experts of {slow.network_name} run one after the other."
     return f"{numbers_of_experts(each)} experts{shared} in {where}, by {routed}.{told}"
 
 

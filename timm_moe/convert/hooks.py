@@ -13,6 +13,7 @@ from torch.fx import Proxy
 from torch.utils.hooks import RemovableHandle
 
 from ..layers import MoeMlp, RecordingRouter, begin_forward
+from ..layers.living import find
 from .expert_layers import expert_parameters, moe_layers
 from .split import has_tokens_first
 from .unseen_optimizer import count_forward
@@ -43,8 +44,8 @@ def add_hooks(model: nn.Module, layers: Iterable[MoeMlp]) -> None:
     """
     own: set[nn.Module] = {*layers}
     _keep(model, model.register_load_state_dict_pre_hook(check_loaded_layers))
-    if not hasattr(model, "forwards_without_step"):
-        vars(model)["forwards_without_step"] = 0
+    if not hasattr(model, "forwards_counted"):
+        vars(model)["forwards_counted"] = 0
         _keep(model, model.register_forward_pre_hook(count_forward))
     if any(isinstance(layer.router, RecordingRouter) for layer in own):
         _keep(model, model.register_forward_pre_hook(begin_forward))
@@ -66,7 +67,7 @@ def remove_hooks(module: nn.Module) -> None:
     """Remove the hooks of :func:`add_hooks` from a module, not those of its submodules."""
     for handle in vars(module).pop("expert_hooks", ()):
         handle.remove()
-    vars(module).pop("forwards_without_step", None)
+    vars(module).pop("forwards_counted", None)
 
 
 def check_loaded_layers(
@@ -128,9 +129,8 @@ def note_padding(
         )
     # A layer may be within a wrapper, as for checkpointing. Blocks within the block have masks of
     # their own, which come later.
-    for layer in block.modules():
-        if isinstance(layer, MoeMlp):
-            layer.padding = padding
+    for layer in find(MoeMlp, block):
+        layer.padding = padding
 
 
 def _padding(block: Any, name: str, mask: Tensor) -> Tensor | None:

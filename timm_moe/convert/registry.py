@@ -131,10 +131,7 @@ def router_options() -> set[str]:
 
 
 def nearest_option(name: str) -> str:
-    """Return a question for the option that a mistyped name is nearest to, or nothing.
-
-    It reads ``"; did you mean num_experts?"``.
-    """
+    """Return the end of a sentence that asks for the option a mistyped name is nearest to."""
     return did_you_mean(name, moe_options(), cutoff=0.8)
 
 
@@ -171,8 +168,7 @@ def split_options(
         owner = next((other for other in _registered.values() if name in other.defaults()), None)
         if owner is None:
             raise TypeError(
-                f"convert_to_moe got an unexpected keyword argument {name!r}"
-                f"{nearest_option(name) or '.'}"
+                f"convert_to_moe got an unexpected keyword argument {name!r}{nearest_option(name)}"
             )
         default = owner.defaults()[name]
         if (none_if_written(value) if default is None else value) != default:

@@ -1,7 +1,8 @@
 """A warning of experts that an optimizer trains which this package does not see.
 
 The package acts at the steps of torch's optimizers. An optimizer of copies of the parameters, or
-one that is not torch's, takes none.
+one that is not torch's, takes none. Calls of a part of the model, such as ``forward_features``, are
+not counted.
 """
 
 import warnings
@@ -13,8 +14,8 @@ from torch import nn
 from ..layers import MoeMlp
 from ..layers.living import find
 
-#: Number of training forwards of a model without a step after which it warns. No accumulation of
-#: gradients is so long: a batch of 4,096 images may take 256.
+#: Number of training forwards of a model after which steps are looked for, each time. No
+#: accumulation of gradients is so long: a batch of 4,096 images may take 256.
 MOST_FORWARDS = 1024
 
 
@@ -26,12 +27,12 @@ def count_forward(model: nn.Module, *args: Any) -> None:
     if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
         return
     state = vars(model)
-    state["forwards_without_step"] += 1
-    if state["forwards_without_step"] != MOST_FORWARDS:
+    state["forwards_counted"] += 1
+    if state["forwards_counted"] != MOST_FORWARDS:
         return
     layers = find(MoeMlp, model)
     if any(layer.has_stepped for layer in layers):
-        state["forwards_without_step"] = 0
+        state["forwards_counted"] = 0
         for layer in layers:
             layer.has_stepped = False
         return

@@ -57,7 +57,7 @@ class ModelOptions:
             arguments = known.union(signature(function).parameters) - {"options"}
             raise TypeError(
                 f"{function.__name__} got an unexpected keyword argument {name!r}"
-                f"{did_you_mean(name, arguments) or '.'}"
+                f"{did_you_mean(name, arguments)}"
             )
         return cls(**options)
 

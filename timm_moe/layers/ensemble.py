@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .living import find
 from .moe_mlp import MoeMlp
 
 
@@ -52,8 +53,8 @@ def _tile(
         kwargs = {**kwargs, "attn_mask": mask.repeat_interleave(copies, 0)}
     # The hook that notes padding may come before this one or after it, so the length is looked at.
     # An order by prepend=True would confuse compiled code of torch before 2.14.
-    for layer in block.modules():
-        padding = layer.padding if isinstance(layer, MoeMlp) else None
+    for layer in find(MoeMlp, block):
+        padding = layer.padding
         if padding is not None and len(padding) * copies == len(x):
             layer.padding = padding.repeat_interleave(copies, 0)
     return (x, *inputs[1:]), kwargs

@@ -6,7 +6,8 @@ shape depends on the lengths of the runs. With ``end_E`` on the CPU nothing wait
 waits for the lengths. Experts with equally many rows, (E, C, D), need no lengths.
 
 Products are in the type of the rows. Under autocast each product casts the weights that it needs,
-in the backward pass once more, so that no cast weights are kept.
+in the backward pass once more. So no cast weights are kept, and weights must not change between the
+forward and the backward pass.
 
 Shape suffixes: N rows, D width of the inputs, H of the outputs, E experts, C rows of each expert.
 """
@@ -108,7 +109,7 @@ def _cast_rows(x: Tensor, weight_EHD: Tensor) -> Tensor:
     if x.dtype != weight_EHD.dtype:
         raise RuntimeError(
             f"Rows of {x.dtype} meet experts of {weight_EHD.dtype}: cast the model or its input, "
-            "or use autocast."
+            "or use autocast with rows of float32 or less."
         )
     return x
 
@@ -264,6 +265,9 @@ def _linear_of_runs(
     """Compute a product for each run, into slices of one result."""
     y_NH = _linear_of_shapes(x_ND, weight_EHD, bias_EH, end_E)
     sizes = sizes_of_runs(end_E, x_ND)
+    if not x_ND.is_cpu:  # A CPU casts the experts that have rows, other devices all at once.
+        weight_EHD = weight_EHD.to(x_ND.dtype)
+        bias_EH = None if bias_EH is None else bias_EH.to(x_ND.dtype)
     weights = weight_EHD.transpose(1, 2).unbind()
     biases = len(weights) * [None] if bias_EH is None else bias_EH.unbind()
     *outputs, rest = y_NH.split(sizes)

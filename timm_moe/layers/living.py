@@ -1,7 +1,7 @@
 """Living objects by class, held weakly, and modules of a class in a model.
 
 Hooks of optimizers get no model, so they look here for expert layers and averagings. timm's
-``update_summary`` gets no optimizer, so those of its schedulers are here too.
+``update_summary`` gets no optimizer, so the optimizers of its schedulers are held here too.
 """
 
 import weakref

@@ -26,8 +26,7 @@ class MoeMlp(Experts):
 
     Args:
         ffn: the dense network to replace.
-        router: maps x of shape (..., D) to a :class:`timm_moe.layers.Routing` of its rows over its
-            E experts.
+        router: maps x of shape (..., D) to a routing of its rows over its E experts.
         expert_init: see :class:`Experts`.
         options: see :class:`Experts`.
 
@@ -40,7 +39,8 @@ class MoeMlp(Experts):
             :func:`timm_moe.convert_to_moe`.
         share_schedule: name of the schedule of that rate.
         is_averaged_by_hand: whether :func:`timm_moe.average_experts_` was called.
-        has_stepped: whether an optimizer that trains the layer has taken a step.
+        has_stepped: whether an optimizer that trains the layer has taken a step since
+            ``count_forward`` looked last.
         padding: (...) boolean, true for the rows of the next x that are padding; the model's blocks
             set it.
 

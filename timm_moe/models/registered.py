@@ -46,7 +46,7 @@ def check_registered(name: str) -> None:
     if timm.is_model(name) and re.fullmatch(r"[\w.-]+", name):  # is_model ignores the tag
         return
     nearest = did_you_mean(name.partition(".")[0], timm.list_models())
-    raise ValueError(f"Unknown model ({shown_name(name)}){nearest or '.'}")
+    raise ValueError(f"Unknown model ({shown_name(name)}){nearest}")
 
 
 def is_named_after_stock(name: str) -> bool:

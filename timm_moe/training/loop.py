@@ -35,9 +35,10 @@ def start_averaging(
         optimizer: the optimizer of the run, with its state if the run is resumed.
         total_updates: number of optimizer steps in the whole run.
         updates: number of the steps done before, in the unit of ``total_updates``. It holds
-            whatever count the optimizer's state has, which may be that of another number of
-            processes. 0 is the start of a run: a count that the optimizer has from an earlier run
-            is dropped, and so is an averaging that this function started for the optimizer before.
+            whatever count the optimizer's state has now, which may be that of another number of
+            processes. A state that is loaded later brings its own count. 0 is the start of a run: a
+            count that the optimizer has from an earlier run is dropped, and so is an averaging that
+            this function started for the optimizer before.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`

@@ -98,7 +98,7 @@ def only_makes_state(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 
 def _is_zero(rate: Any) -> bool:
-    """Tell if a learning rate is 0; one on a device is not read, since torch's zero is none."""
+    """Tell if a learning rate is 0. One on a GPU is not read: torch sets its zero on the CPU."""
     is_elsewhere = isinstance(rate, Tensor) and not rate.is_cpu
     return not is_elsewhere and bool(rate == 0)
 

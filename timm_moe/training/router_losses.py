@@ -114,7 +114,7 @@ def collecting_losses(task: nn.Module) -> Iterator[list[Any]]:
     If the task fails, its records are dropped.
 
     Yields:
-        The task's layers with losses, for :func:`take_losses` after the block.
+        The task's layers whose routers take records, for :func:`take_losses` after the block.
     """
     layers = recording_layers(task)
     for layer in layers:
