@@ -129,6 +129,7 @@ class ChosenRows(NamedTuple):
         slots: (N,) all slots, row by row.
         starts: (T,) place in ``slots`` where the slots of each row begin.
         gates: (N,) factor of each slot's output.
+        rows: T. It is asked of no tensor, so that a trace needs none of what it does not use.
         offsets: see :class:`Routing`.
         slots_per_expert: see :class:`Routing`.
         is_full: see :class:`Routing`.
@@ -138,21 +139,22 @@ class ChosenRows(NamedTuple):
     slots: Tensor
     starts: Tensor
     gates: Tensor
+    rows: int
     offsets: Tensor | None = None
     slots_per_expert: int | None = None
     is_full: bool = False
 
     def experts(self) -> Tensor:
         """Return the experts of each row, (T, E); E stands for those that did not choose it."""
-        expert_N, rows = _expert_of_slots(self), self.starts.shape[0]
-        table = expert_N.new_full((rows * self.num_experts(),), self.num_experts())
-        return table.scatter(0, self._place(expert_N), expert_N).view(rows, -1)
+        expert_N = _expert_of_slots(self)
+        table = expert_N.new_full((self.rows * self.num_experts(),), self.num_experts())
+        return table.scatter(0, self._place(expert_N), expert_N).view(self.rows, -1)
 
     def weights(self) -> Tensor:
         """Return the factors of the outputs of :meth:`experts`, (T, E), zero where none chose."""
-        expert_N, rows = _expert_of_slots(self), self.starts.shape[0]
-        table = self.gates.new_zeros(rows * self.num_experts())
-        return table.scatter(0, self._place(expert_N), self.gates).view(rows, -1)
+        place_N = self._place(_expert_of_slots(self))
+        table = self.gates.new_zeros(self.rows * self.num_experts())
+        return table.scatter(0, place_N, self.gates).view(self.rows, -1)
 
     def num_experts(self) -> int:
         """Return E."""

@@ -117,6 +117,7 @@ class ExpertChoiceRouter(Router):
             slots=slot_N,
             starts=torch.searchsorted(sorted_N, torch.arange(groups * size, device=x.device)),
             gates=gate_N,
+            rows=groups * size,
             **equal_runs(self.num_experts, groups * capacity, x.device, mode),
         )
 
