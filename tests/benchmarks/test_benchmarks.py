@@ -246,7 +246,9 @@ def test_every_layer_and_peer_runs(monkeypatch, dtype):
         for make in contest.entries.values():
             make()()
     for row in benchmarks.layers.saved_bytes(setting):
-        assert row.ratio >= 1
+        # Under autocast a dense layer keeps its cast weights, more than so few rows. Experts keep
+        # none.
+        assert row.ratio >= 1 if dtype == "float32" else row.ratio <= 1
 
 
 @pytest.mark.ci
