@@ -20,7 +20,7 @@ from timm_moe_cli import main
 
 
 def test_all_public_names_are_there():
-    """What is imported at first use too."""
+    """Names that are imported at first use are listed too."""
     for name in timm_moe.__all__:
         getattr(timm_moe, name)
     assert "export_dense" in dir(timm_moe)  # so that a shell completes it

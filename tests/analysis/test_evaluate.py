@@ -460,7 +460,7 @@ NUMBERED = {
     ],
 )
 def test_a_class_map_numbers_the_classes(splits, tmp_path, capsys, command):
-    """What a command tells is that of the classes in the order of the map, here the reverse."""
+    """Commands number the classes by the order of the map, here the reverse."""
     class_map = tmp_path / "classes.txt"
     class_map.write_text("\n".join(f"class{label}" for label in reversed(range(CLASSES))))
     model = seeded_model("vit_tiny_moe", 1)

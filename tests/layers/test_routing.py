@@ -218,7 +218,7 @@ def test_a_router_that_nothing_trains_has_a_gradient_of_zero(options):
     ("dim", "experts", "top_k", "share"), [(768, 32, 2, 0.16), (384, 4, 1, 0.36)]
 )
 def test_the_gates_of_a_new_router_sum_to(dim, experts, top_k, share):
-    """As docs/vmoe.md says of rows after a LayerNorm."""
+    """Gates of a new router for rows after a LayerNorm are those of docs/vmoe.md."""
     sums = []
     for _ in range(20):
         gates = TopKRouter(dim, experts, top_k)(

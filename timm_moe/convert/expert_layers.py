@@ -38,11 +38,15 @@ def numbers_of_experts(layers: Iterable[MoeMlp]) -> str:
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Find the experts' parameters, (E, ...), by their names in the model, which may be wrapped."""
-    layers = moe_layers(model).values()
-    experts = {id(stacked) for layer in layers for _, stacked in layer.named_expert_parameters()}
+    experts = expert_ids(moe_layers(model).values())
     return {
         name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts
     }
+
+
+def expert_ids(layers: Iterable[MoeMlp]) -> set[int]:
+    """Return the ids of the stacked parameters of layers."""
+    return {id(stacked) for layer in layers for _, stacked in layer.named_expert_parameters()}
 
 
 def expert_biases(model: nn.Module) -> set[str]:

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert.expert_layers import described, expert_biases, expert_parameters
+from ..convert.expert_layers import described, expert_biases, expert_ids, expert_parameters
 from ..convert.wrappers import unwrapped
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
@@ -106,7 +106,7 @@ def _leave_experts_to_fallback(optimizer: Optimizer) -> bool:
     Returns:
         Whether there were such experts.
     """
-    stacked = _ids_of_experts()
+    stacked = expert_ids(living(MoeMlp))
     has_experts = False
     for group in list(optimizer.param_groups):
         is_experts = [id(parameter) in stacked for parameter in group["params"]]
@@ -123,15 +123,6 @@ def _leave_experts_to_fallback(optimizer: Optimizer) -> bool:
             group[name] = list(itertools.compress(group[name], is_others))
         optimizer.add_param_group(of_experts)
     return has_experts
-
-
-def _ids_of_experts() -> set[int]:
-    """Return the ids of the stacked parameters of all living expert layers."""
-    return {
-        id(parameter)
-        for layer in living(MoeMlp)
-        for _, parameter in layer.named_expert_parameters()
-    }
 
 
 def _with_expert_biases(group: Any) -> Any:
@@ -163,7 +154,7 @@ _param_groups_layer_decay = _with_expert_biases(param_groups_layer_decay)
 def _adaptive_clip_grad(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
     """Clip gradients with each expert as a network of its own."""
     given = [parameters] if isinstance(parameters, Tensor) else parameters
-    stacked = _ids_of_experts()
+    stacked = expert_ids(living(MoeMlp))
     units: list[Tensor] = []
     for parameter in given:
         if id(parameter) not in stacked or parameter.grad is None:
