@@ -15,6 +15,7 @@ from common import loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from timm.layers import set_scriptable
 from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from timm.utils import ModelEmaV3
@@ -262,6 +263,12 @@ def test_a_dense_checkpoint_in_a_model_on_meta_leaves_a_router_that_is_drawn(ima
     expected.blocks[0].mlp.router.load_state_dict(router.state_dict())
     with torch.no_grad():
         assert torch.equal(model(images), expected(images))
+
+
+def test_the_dense_student_of_ones_can_be_scripted(images):
+    with set_scriptable(True):
+        model = timm.create_model("ones_b", **SMALL).eval()
+    torch.testing.assert_close(torch.jit.script(model)(images), model(images))
 
 
 def test_shared_norms(images):

@@ -153,7 +153,8 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
     """Note on a model with experts the name and the arguments of its dense form.
 
     A feature extractor has no dense form, since it is never exported. One that holds the stages
-    without their model (timm's FeatureListNet) gets the hooks of that model.
+    without their model (timm's FeatureListNet) gets the hooks of that model. A dense model gets
+    neither.
 
     Args:
         model: a new model, or timm's feature extractor around it.
@@ -164,7 +165,9 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
         model.dense_architecture = architecture
         model.dense_args = architecture_args(kwargs)
     elif not any(isinstance(module, MoeMixin) for module in model.modules()):
-        add_hooks(model, moe_layers(model).values())
+        layers = moe_layers(model)
+        if layers:
+            add_hooks(model, layers.values())
 
 
 def state_as_stock(model: nn.Module) -> None:
