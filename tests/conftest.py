@@ -9,6 +9,7 @@ timm, which take seconds, are imported in functions.
 import gc
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -28,6 +29,8 @@ SLOWEST = (
     "test_transformers",
     "test_documents",
 )
+#: Folders that test no part of the package. They run with the longer tests, or if they are named.
+WORKBENCH = [Path(__file__).parent / name for name in ("benchmarks", "studies")]
 #: Begins a file whose tests are all marked.
 CI_FILE = "\npytestmark = [pytest.mark.ci"
 #: Seconds for a test that needs more than the limit in setup.cfg.
@@ -56,6 +59,9 @@ def pytest_collection_modifyitems(config, items):
         )
     )
     for item in items:
+        is_of_workbench = any(item.path.is_relative_to(folder) for folder in WORKBENCH)
+        if is_of_workbench and "not ci" not in config.option.markexpr:
+            item.add_marker(pytest.mark.ci)
         if item.get_closest_marker("timeout") is None:
             marks = [name for name in LIMITS if item.get_closest_marker(name)]
             if marks:
@@ -74,13 +80,15 @@ def mark_later_cases(items):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Skip the import of files whose tests are all marked ci, where ci is left out.
+    """Skip the longer tests' folders and files where ci is left out: their import takes seconds.
 
-    The import takes seconds.
+    pytest does not ask for what the command line names.
     """
-    if collection_path.suffix == ".py" and "not ci" in config.option.markexpr:
+    if "not ci" not in config.option.markexpr:
+        return None
+    if collection_path.suffix == ".py":
         return CI_FILE in collection_path.read_text() or None
-    return None
+    return collection_path in WORKBENCH or None
 
 
 def pytest_collectstart():

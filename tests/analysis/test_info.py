@@ -30,6 +30,7 @@ def test_a_model_with_averaged_and_routed_layers_is_not_exported_as_a_mean():
         ("vit_xtiny", None),
     ],
 )
+@pytest.mark.first_case
 def test_the_dense_twin_differs_in_the_experts_alone(name, twin):
     assert model_info(name).dense_twin == twin
     rows = model_info(name).rows()

@@ -58,7 +58,7 @@ def test_inductor_trains_as_eager_mode(name):
 
 
 @pytest.mark.parametrize("name", families())
-@pytest.mark.first_case
+@pytest.mark.ci
 def test_on_a_gpu_the_forward_is_one_graph_that_never_waits(name, monkeypatch):
     graphs = []
 

@@ -427,7 +427,7 @@ class Silent(Own):
 
 
 @pytest.mark.parametrize("make", [Silent, lambda: Named(8, 12)])
-@pytest.mark.first_case
+@pytest.mark.ci
 def test_compiled_experts_that_compute_every_row_say_so_once(make):
     layer = MoeMlp(make(), TopKRouter(8, 4, 2))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

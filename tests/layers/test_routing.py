@@ -68,7 +68,7 @@ def slow_forward(layer, x, priority, capacity):
 def routings(draw):
     num_experts = draw(st.integers(1, 40))
     return dict(
-        tokens=draw(st.integers(1, 300)),
+        tokens=draw(st.integers(1, 100)),
         num_experts=num_experts,
         top_k=draw(st.integers(1, num_experts)),
         factor=draw(st.floats(0.1, 10)),

@@ -103,17 +103,8 @@ def test_every_figure_is_expected():
     assert {figure.paper for figure in FIGURES} == set(paper_figures.PAPERS)
 
 
-#: Places whose models take seconds to count.
-LARGE = {("pBE", "table 11"), ("pBE", "table 12"), ("pBE", "table 26"), ("Soft MoE", "table 8")}
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(place, id=" ".join(place), marks=[pytest.mark.ci] if place in LARGE else [])
-        for place in EXPECTED
-    ],
-)
+@pytest.mark.parametrize("place", EXPECTED, ids=" ".join)
+@pytest.mark.first_case
 def test_the_models_have_what_formulas_say(place):
     found = [
         measured(number)

@@ -88,6 +88,7 @@ def test_import_torch_alone_imports_nothing_of_the_package():
 OFF = "import torch, timm\nassert not timm.is_model('vit_small_ewa_moe')"
 
 
+@pytest.mark.ci
 def test_can_be_switched_off():
     # Its parent imported torch and timm with TIMM_MOE_AUTOLOAD=0.
     done = run_code(OFF, autoload="0")

@@ -1,4 +1,7 @@
-"""Trial of a feed-forward network on the meta device, where rows have no values and no cost."""
+"""What a feed-forward network does with rows: their width, and its linear layers in order.
+
+A network of unknown kind is tried on the meta device, where rows have no values.
+"""
 
 import contextlib
 import copy
@@ -13,8 +16,8 @@ class Probe(NamedTuple):
 
     Attributes:
         width: D, the width of the rows that it takes; 0 if it has no linear layers.
-        linear: copies of its linear layers on the meta device by their names, in the order of their
-            calls. They are as declared if the network calls none, or cannot run there.
+        linear: its linear layers, or copies of them, by their names, in the order of their calls.
+            They are as declared if the network calls none, or cannot run on the meta device.
     """
 
     width: int
@@ -29,15 +32,34 @@ def without_values(network: nn.Module) -> nn.Module:
     return copy.deepcopy(network, memo)
 
 
-def probe(network: nn.Module) -> Probe:
-    """Run a copy of a network on rows of each width that one of its linear layers takes.
+def is_of_timm(network: nn.Module) -> bool:
+    """Tell if a network's class is one of timm's.
 
-    A network may declare its layers in any order.
+    These begin and end with a linear layer, and declare their layers in the order of their calls.
+    They are known by their module, since this package of layers imports no timm.
     """
-    network = without_values(network).eval()
-    declared = {
+    return type(network).__module__ == "timm.layers.mlp"
+
+
+def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a network by name, as declared."""
+    return {
         name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)
     }
+
+
+def probe(network: nn.Module) -> Probe:
+    """Find the linear layers that a network calls, and the width of its rows.
+
+    A network that is not timm's may declare its layers in any order. A copy of it runs on rows of
+    each width that one of its linear layers takes.
+    """
+    if is_of_timm(network):
+        declared = linear_layers(network)
+        return Probe(next((module.in_features for module in declared.values()), 0), declared)
+
+    network = without_values(network).eval()
+    declared = linear_layers(network)
     names = {module: name for name, module in declared.items()}
     called: dict[str, nn.Linear] = {}
 
