@@ -18,7 +18,7 @@ from tiny_study import DENSE, EWA, small_study
 
 from studies import overview, page, summary
 from studies.__main__ import main
-from studies.catalogue import STUDIES, adamw
+from studies.catalogue import STUDIES, adamw, twenty
 from studies.catalogue.ensembles import PBE, RIVALS
 from studies.catalogue.recipe import FUSED, RECIPES, to_dense
 from studies.catalogue.routers import BELOW, EQUAL
@@ -482,12 +482,39 @@ def test_no_difference_of_ewa_stays_clear_over_its_six_comparisons_with_dense_tr
 
 def test_few_pairs_of_twenty_favour_ewa():
     """A finding and docs/pays.md say so: 4 of 20."""
-    twenty = stored("twenty")
-    top1 = twenty.study.measure.figure("")
-    ewa, dense = twenty.values("EWA, linear", top1), twenty.values("dense", top1)
+    outcome = stored("twenty")
+    top1 = outcome.study.measure.figure("")
+    ewa, dense = outcome.values("EWA, linear", top1), outcome.values("dense", top1)
     assert ewa.keys() == dense.keys()
     assert (sum(ewa[seed] > dense[seed] for seed in ewa), len(ewa)) == (4, 20)
     assert "Of the 20 pairs, 4 favoured EWA." in in_one_line("docs/pays.md")
+
+
+def test_the_pilot_chose_the_form_with_the_highest_mean():
+    """A finding of the pilot says so, and study twenty trains this form."""
+    means = {
+        arm: round(by_seed("twenty-pilot", arm).mean(), 2)
+        for arm in stored("twenty-pilot").results["arms"]
+    }
+    chosen = max(means, key=means.get)
+    assert (means[chosen], means["dense"], len(means)) == (31.39, 30.72, 13)
+    trainings = [
+        stored(study).size.arm(arm).training
+        for study, arm in (("twenty-pilot", chosen), ("twenty", twenty.RARE))
+    ]
+    assert trainings[0] == trainings[1]
+
+
+def test_the_averaging_alone_decides_how_far_experts_are_apart():
+    """A finding of the pilot says so, of the middle of the trainings and of their end."""
+    apart, at_the_end = {}, []
+    for training, seeds in stored("twenty-pilot").results["spread"].items():
+        for epochs in seeds.values():
+            apart.setdefault("0.3-linear" in training, []).append(round(epochs["60"], 2))
+            at_the_end.append(epochs["120"])
+    assert (min(apart[False]), max(apart[False]), set(apart[True])) == (0.18, 0.22, {0.03})
+    assert len(at_the_end) == 24
+    assert max(at_the_end) < 0.001
 
 
 def by_seed(study, arm, figure="top1"):
