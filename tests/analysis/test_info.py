@@ -48,5 +48,6 @@ def test_the_dense_twin_differs_in_the_experts_alone(name, twin):
         ("vmoe_b16", {"pre_logits": True}, None),  # timm's ViT has no such layer
     ],
 )
+@pytest.mark.first_case
 def test_the_dense_twin_takes_the_same_options(name, options, twin):
     assert model_info(name, **options).dense_twin == twin

@@ -443,6 +443,7 @@ def test_every_vit_here_may_have_a_layer_before_its_classifier():
 
 
 @pytest.mark.parametrize("family", ["vit_xtiny", "pit_xs_32", "swin_tiny_patch2_window4_32"])
+@pytest.mark.first_case
 def test_the_dense_model_is_exported_as_timms_own(family, tmp_path):
     model = timm.create_model(family, num_classes=5).eval()
     exported = timm_moe.export_dense(model, tmp_path / "dense")

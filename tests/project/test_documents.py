@@ -465,6 +465,7 @@ def run(section, folder, **options):
 
 
 @pytest.mark.parametrize("section", QUICK)
+@pytest.mark.first_case
 def test_a_quick_section_runs(section, tmp_path):
     run(section, tmp_path)
 

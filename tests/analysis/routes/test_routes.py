@@ -334,6 +334,7 @@ def test_small_heat_maps_have_numbers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("layers", "classes", "experts"), [(13, 10, 16), (1, 2, 1), (2, 1000, 8)])
+@pytest.mark.first_case
 def test_plots_of_all_sizes(tmp_path, layers, classes, experts):
     pytest.importorskip("matplotlib")
     routes = made_up([label % experts for label in range(classes)], experts, list(range(classes)))
