@@ -177,19 +177,40 @@ def test_recomputation_sees_the_mask():
     torch.testing.assert_close(*results)
 
 
+def loss_of_two_batches(model, use_reentrant=None):
+    """Add the losses of two batches, and checkpoint each layer alone if asked to.
+
+    They have as many tokens in other places. Both forwards are done before one is repeated.
+    """
+    layers = timm_moe.moe_layers(model).values()
+    if use_reentrant is not None:
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=use_reentrant)
+    torch.manual_seed(2)
+    images = naflex(9, 4)
+    swapped = {name: tensor.flip(0) for name, tensor in images.items()}
+    losses = [
+        model(batch).square().sum() + timm_moe.auxiliary_loss(model) for batch in (images, swapped)
+    ]
+    return losses[0] + losses[1]
+
+
 @pytest.mark.parametrize("options", [{}, dict(shared_expert=True), None])
 @pytest.mark.first_case
-def test_recomputation_of_a_layer_alone_sees_the_mask(options):
+def test_recomputation_of_a_layer_alone_sees_the_mask_of_its_call(options):
     model = ewa_naflex_vit() if options is None else naflex_vit(**options)
     results = []
-    for _ in range(2):
-        torch.manual_seed(2)
+    for use_reentrant in (None, False):
         model.zero_grad()
-        (model(naflex(9, 4)).square().sum() + timm_moe.auxiliary_loss(model)).backward()
+        loss_of_two_batches(model, use_reentrant).backward()
         results.append([stacked.grad for stacked in expert_parameters(model).values()])
-        for layer in timm_moe.moe_layers(model).values():
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     torch.testing.assert_close(*results)
+
+
+def test_recomputation_of_a_layer_alone_is_refused_where_its_call_is_not_known():
+    loss = loss_of_two_batches(ewa_naflex_vit(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"blocks\.\d\.mlp .*: checkpoint the block\."):
+        loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -239,8 +260,7 @@ def test_a_mask_that_cannot_be_read_is_told():
             model.layers[0],
             (),
             {"src_key_padding_mask": "mask"},
-            name="src_key_padding_mask",
-            position=2,
+            masks={"src_key_padding_mask": 2},
         )
 
 
@@ -257,6 +277,13 @@ class Named(Block):
 
 class Attending(Block):
     def forward(self, x, attention_mask=None):
+        return x + self.net(x)
+
+
+class AsTorchs(Block):
+    """A block whose masks have the order of ``nn.MultiheadAttention``."""
+
+    def forward(self, x, key_padding_mask=None, attn_mask=None):
         return x + self.net(x)
 
 
@@ -281,6 +308,45 @@ def test_a_mask_of_tokens_is_read_in_every_type(dtype):
     model = timm_moe.convert_to_moe(Attending(), **OPTIONS, modules=["net"]).train()
     y = model(x, attention_mask=is_token.to(dtype))
     assert torch.equal(y[~is_token], x[~is_token])
+
+
+def attention(is_token, lowest):
+    """A mask (B, 1, N, N) that is added to the attention."""
+    return torch.where(is_token, 0.0, lowest)[:, None, None, :].expand(-1, 1, 6, 6)
+
+
+IS_TOKEN = (torch.arange(6) < 4).expand(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("masks", "padding"),
+    [
+        (dict(key_padding_mask=~IS_TOKEN), ~IS_TOKEN),
+        (dict(key_padding_mask=torch.where(IS_TOKEN, 0.0, -1e9)), ~IS_TOKEN),
+        (dict(attn_mask=attention(IS_TOKEN, -torch.inf)), ~IS_TOKEN),
+        (dict(attn_mask=attention(IS_TOKEN, -1e4)), ~IS_TOKEN),
+        (dict(attn_mask=attention(IS_TOKEN, torch.finfo(torch.float16).min)), ~IS_TOKEN),
+        (dict(attn_mask=attention(IS_TOKEN, -100.0)), torch.zeros_like(IS_TOKEN)),  # a bias
+        (
+            dict(
+                key_padding_mask=~IS_TOKEN,
+                attn_mask=attention(IS_TOKEN.flip(1), -1e4),
+            ),
+            ~(IS_TOKEN & IS_TOKEN.flip(1)),
+        ),
+        (
+            dict(key_padding_mask=~IS_TOKEN, attn_mask=torch.zeros(8, 6, 6)),  # of 4 heads
+            ~IS_TOKEN,
+        ),
+        (dict(key_padding_mask=~IS_TOKEN, attn_mask=torch.zeros(6, 6)), ~IS_TOKEN),
+    ],
+)
+def test_masks_by_value_and_beside_each_other(masks, padding):
+    model = timm_moe.convert_to_moe(AsTorchs(), **OPTIONS, modules=["net"]).train()
+    x = torch.randn(2, 6, 8)
+    y = model(x, **masks)
+    assert torch.equal(y[padding], x[padding])
+    assert not (y == x).all(-1)[~padding].any()
 
 
 TEXT = dict(

@@ -11,6 +11,7 @@ from averaging_loop import averaged, moved, spread, still_step, train_step, valu
 from common import SMALL_VIT
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
+from torch import nn
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
@@ -398,6 +399,27 @@ def test_a_stated_position_holds_whatever_the_state_counts(ewa_vit):
     assert averaging.updates == 20
     train_step(ewa_vit, resumed, 2)
     assert averaging.share_rate == pytest.approx(0.3 * 21 / 40)
+
+
+def test_a_run_that_begins_at_each_epoch_is_told_of(ewa_vit, caplog):
+    """Its schedule begins at each epoch, too."""
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    for epoch in range(2):
+        timm_moe.start_averaging(ewa_vit, optimizer, total_updates=4)
+        assert ("Call start_averaging once" in caplog.text) == (epoch > 0)
+        train_step(ewa_vit, optimizer, epoch)
+
+
+def test_two_models_of_an_optimizer_are_started_at_once(ewa_vit):
+    models = nn.ModuleList([ewa_vit, copy.deepcopy(ewa_vit)])
+    optimizer = torch.optim.SGD(models.parameters(), lr=0.1)
+    before = spread(ewa_vit)
+    timm_moe.start_averaging(models[0], optimizer, total_updates=1)
+    with pytest.raises(ValueError, match=r"averages the experts of another model: .*ModuleList"):
+        timm_moe.start_averaging(models[1], optimizer, total_updates=1)
+    timm_moe.start_averaging(models, optimizer, total_updates=1)
+    still_step(models, optimizer)
+    assert [spread(model) for model in models] == pytest.approx([0.6 * before] * 2)
 
 
 def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):

@@ -150,9 +150,15 @@ def test_roads_that_do_not_call_the_model(road):
         optimizer.step()
 
 
-def test_a_part_that_is_called_after_the_losses_of_a_forward_were_added_counts_by_itself():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_part_that_is_called_after_the_losses_of_a_forward_were_added_counts_by_itself(
+    is_compiled,
+):
     images, _ = batch()
     model = routed_model()
+    if is_compiled:
+        for block in model.blocks:
+            block.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     expected = losses_by_hand(copy.deepcopy(model), images[:4])[1]
     loss = model(images).mean() + timm_moe.auxiliary_loss(model)
@@ -258,6 +264,24 @@ def test_a_trained_head_on_a_backbone_that_is_only_called_in_part():
     assert len(told) == 1
     assert "eval()" in told[0]
     assert "requires_grad_(False)" in told[0]
+
+
+def test_losses_of_features_wait_while_optimizers_of_other_modules_step():
+    """Probes on features that are trained on, and models that learn from each other."""
+    images, _ = batch()
+    model = routed_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    probes = [nn.Linear(32, 5) for _ in range(3)]
+    for part in images.split(4):
+        expected = losses_by_hand(copy.deepcopy(model), part)[1]
+        features = model.forward_features(part)
+        for probe in probes:
+            probe(features.detach()).mean().backward()
+            torch.optim.SGD(probe.parameters(), lr=0.1).step()
+        router_loss = timm_moe.auxiliary_loss(model)
+        torch.testing.assert_close(router_loss, expected)
+        (features.mean() + router_loss).backward()
+        optimizer.step()
 
 
 def test_features_of_a_model_in_training_mode_keep_graphs_and_say_so(monkeypatch):

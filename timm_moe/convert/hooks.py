@@ -4,10 +4,9 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils.hooks import RemovableHandle
@@ -21,15 +20,17 @@ from .unseen_optimizer import count_forward
 _logger = logging.getLogger(__name__)
 
 #: Arguments of a block's forward that may tell which tokens are padding, in timm, transformers,
-#: torch and elsewhere.
+#: torch and elsewhere. Those that tell of nothing else come first.
 _MASKS = (
-    "attn_mask",
-    "attention_mask",
     "src_key_padding_mask",
     "key_padding_mask",
     "padding_mask",
+    "attention_mask",
+    "attn_mask",
     "mask",
 )
+#: Numbers up to this, added to the attention's logits, leave no attention: exp(-1000) is zero.
+_NO_ATTENTION = -1000.0
 
 
 def add_hooks(model: nn.Module, layers: Iterable[MoeMlp]) -> None:
@@ -52,10 +53,11 @@ def add_hooks(model: nn.Module, layers: Iterable[MoeMlp]) -> None:
 
     # Several blocks may share a layer, so they are found by what they hold and not by its name.
     for block in [block for block in model.modules() if own.intersection(block.children())]:
-        for position, name in enumerate(inspect.signature(block.forward).parameters):
-            if name in _MASKS:
-                hook = functools.partial(note_padding, name=name, position=position)
-                _keep(block, block.register_forward_pre_hook(hook, with_kwargs=True))
+        arguments = list(inspect.signature(block.forward).parameters)
+        masks = {name: arguments.index(name) for name in _MASKS if name in arguments}
+        if masks:
+            hook = functools.partial(note_padding, masks=masks)
+            _keep(block, block.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def _keep(module: nn.Module, handle: RemovableHandle) -> None:
@@ -101,9 +103,9 @@ def check_loaded_layers(
 
 
 def note_padding(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, position: int
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, masks: Mapping[str, int]
 ) -> None:
-    """Tell the expert layers of a block which tokens its mask declares to be padding.
+    """Tell the expert layers of a block which tokens its masks declare to be padding.
 
     This is a forward pre-hook of the block. A mask that says nothing of this sort causes a warning.
 
@@ -111,22 +113,26 @@ def note_padding(
         block: the block.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        name: name of the mask among the block's arguments.
-        position: position of the mask among them.
+        masks: position of each mask among the block's arguments, by its name.
     """
-    mask = args[position] if len(args) > position else kwargs.get(name)
     padding = None
-    # A mask of the name "mask" may be true for tokens or for padding.
-    if isinstance(mask, Tensor) and name != "mask":
-        padding = _padding(block, name, mask)
-    elif mask is not None and not isinstance(mask, Proxy):
-        warnings.warn(
-            f"Experts cannot see padding by {name!r} of a {type(block).__name__}, a "
-            f"{type(mask).__name__}, so padding counts in capacities, router losses and loads: "
-            "give the block a tensor named attention_mask (true for tokens) or key_padding_mask "
-            "(true for padding).",
-            stacklevel=2,
-        )
+    for name, position in masks.items():
+        mask = args[position] if len(args) > position else kwargs.get(name)
+        # A mask of the name "mask" may be true for tokens or for padding.
+        if isinstance(mask, Tensor) and name != "mask":
+            found = _padding(block, name, mask)
+            if padding is None:
+                padding = found
+            elif found is not None and found.shape == padding.shape:  # else it is of each head
+                padding = padding | found
+        elif mask is not None and not isinstance(mask, Proxy):
+            warnings.warn(
+                f"Experts cannot see padding by {name!r} of a {type(block).__name__}, a "
+                f"{type(mask).__name__}, so padding counts in capacities, router losses and "
+                "loads: give the block a tensor named attention_mask (true for tokens) or "
+                "key_padding_mask (true for padding).",
+                stacklevel=2,
+            )
     # A layer may be within a wrapper, as for checkpointing. Blocks within the block have masks of
     # their own, which come later.
     for layer in find(MoeMlp, block):
@@ -138,17 +144,18 @@ def _padding(block: Any, name: str, mask: Tensor) -> Tensor | None:
 
     The known masks are:
 
-    - ``*_padding_mask`` of torch, (B, N): true, or minus infinity, for padding.
+    - ``*_padding_mask`` of torch, (B, N): true for padding, or a number that is added to the
+      attention, at most -1000 for padding.
     - ``attention_mask`` of transformers, (B, N): 0 or false for padding.
     - Other masks (B, ..., N): true where a query attends to a key, or a number that is added to
-      the attention, the lowest of its type where none attends. Padding is what no query attends to.
+      the attention, at most -1000 where none attends. Padding is what no query attends to.
     - Masks (N, N) are the same for all images and tell of no padding.
     """
     if name.endswith("padding_mask"):
-        padding = mask.isneginf() if mask.is_floating_point() else mask != 0
+        padding = mask <= _NO_ATTENTION if mask.is_floating_point() else mask != 0
         return padding.T if has_tokens_first(block) and mask.ndim == 2 else padding
     is_added = mask.is_floating_point() and mask.ndim > 2
-    attends = mask > torch.finfo(mask.dtype).min if is_added else mask != 0
+    attends = mask > _NO_ATTENTION if is_added else mask != 0
     if mask.ndim > 2:
         return ~attends.flatten(1, -2).any(1)
     return ~attends if name == "attention_mask" else None

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .checks import check_choice
 from .dispatch import AnyRouting, ChosenRows, combine, dispatch
@@ -55,7 +56,7 @@ class MoeMlp(Experts):
     has_stepped = False
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
-    _last_padding: Tensor | None = None  # of the last call, which gradient checkpointing may repeat
+    _padding_by_input: Any = None  # of calls whose inputs are alive
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class MoeMlp(Experts):
 
     # Weak references cannot be pickled.
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "replaced": (), "padding": None, "_last_padding": None}
+        return {**self.__dict__, "replaced": (), "padding": None, "_padding_by_input": None}
 
     # A deep copy or an unpickled layer is another one, which is registered too.
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,6 +150,10 @@ class MoeMlp(Experts):
         Args:
             x: the rows.
             routing: a routing to take in the place of the router's.
+
+        Raises:
+            ValueError: if the router is wrapped, or chooses more experts than it says.
+            RuntimeError: if checkpointing repeats the layer alone, and its padding is not known.
         """
         if isinstance(x, Proxy):
             return kept_whole(self, x)
@@ -157,15 +162,31 @@ class MoeMlp(Experts):
                 f"The router of {self.path} is a {type(self.router).__name__}, no Router: leave "
                 "routers unwrapped, in PEFT out of the targets and modules_to_save."
             )
-        if self.padding is None and self._last_padding is None:
+        if self.padding is None and self._padding_by_input and in_backward():
+            self.padding = self._earlier_padding(x)
+        if self.padding is None:
             return self.compute(x, routing)
-        if self.padding is None and in_backward():  # This layer alone is recomputed.
-            self.padding = self._last_padding
+        if not torch.compiler.is_compiling():
+            if self._padding_by_input is None:
+                self._padding_by_input = WeakTensorKeyDictionary()
+            self._padding_by_input[x] = self.padding
         try:
             return self._compute_without_padding(x, routing)
         finally:  # After an error, too, the mask is not the next call's.
-            self._last_padding = self.padding
             self.padding = None
+
+    def _earlier_padding(self, x: Tensor) -> Tensor:
+        """Return the padding of the call that checkpointing repeats, of this layer alone.
+
+        Raises:
+            RuntimeError: if no call with padding had this input, as in reentrant checkpointing.
+        """
+        if x not in self._padding_by_input:
+            raise RuntimeError(
+                f"Gradient checkpointing repeats {self.path} without its block, whose mask tells "
+                "of padding: checkpoint the block."
+            )
+        return self._padding_by_input[x]
 
     def _compute_without_padding(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
         """Compute what :meth:`forward` returns; a given routing leaves rows of padding out."""

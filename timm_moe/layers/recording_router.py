@@ -110,7 +110,8 @@ class RecordingRouter(Router):
         balancing_bias: bias that the recorded loads move, for the choice of subclasses; or None.
         records: records whose losses wait, in the order of the calls.
         begun: event to which they belong.
-        passed_by: whether an optimizer that does not train the router stepped while they waited.
+        passed_by: number of records that waited at the last step of an optimizer that does not
+            train the router.
         added: whether losses were added since that event began. Later records of the same forward
             or task are then repetitions.
         totals: statistics of the records whose losses were added, or that an optimizer's step took
@@ -245,7 +246,8 @@ class RecordingRouter(Router):
     def _begin(self, what: Begun) -> None:
         """Drop the records, as another event begins."""
         self.records = []
-        self.added = self.passed_by = False
+        self.added = False
+        self.passed_by = 0
         self.begun = what
 
     def begin_forward(self) -> None:
@@ -277,7 +279,10 @@ class RecordingRouter(Router):
 
         There are none in eval mode, where losses of an earlier training forward are not due.
         """
-        are_repetitions = self.added and self.begun in (Begun.FORWARD, Begun.TASK)
+        # No backward repeats a forward before it has reached the sum of the added losses.
+        are_repetitions = (
+            self.added and self.begun in (Begun.FORWARD, Begun.TASK) and not self.totals.untrained
+        )
         return self.records if self.training and not are_repetitions else []
 
     def take(self) -> list[RouterRecord]:
@@ -287,7 +292,7 @@ class RecordingRouter(Router):
         records = self.waiting()
         self.records = []
         self.added = self.added or len(records) > 0
-        self.passed_by = False
+        self.passed_by = 0
         return records
 
     def has_pending_losses(self) -> bool:
@@ -306,19 +311,19 @@ class RecordingRouter(Router):
     def end_other_step(self) -> None:
         """Note that an optimizer steps that does not train this router.
 
-        Records that no forward began, and that wait at two such steps, are dropped with a warning,
-        since nobody seems to add them.
+        Records that no forward began are dropped with a warning, since nobody seems to add them,
+        if the router has run again since such a step.
         """
         if not self.has_pending_losses():
             return
-        if self.passed_by and self.begun is Begun.NOTHING:
+        if 0 < self.passed_by < len(self.records) and self.begun is Begun.NOTHING:
             self._begin(Begun.NOTHING)
             warnings.warn(
                 f"Nobody adds the losses of routers, so they are forgotten. {_UNADDED}",
                 stacklevel=2,
             )
         else:
-            self.passed_by = True
+            self.passed_by = len(self.records)
 
     # A copy or a pickle must hold no graph.
     def __getstate__(self) -> dict[str, Any]:

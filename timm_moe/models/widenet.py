@@ -132,7 +132,7 @@ class RoutingGroup(nn.Sequential):
             return kept_whole(self, x)
         first: Any = self[0]
         # No block is called as a whole, so its hook does not note the padding.
-        note_padding(first, (), attention, name="attn_mask", position=1)
+        note_padding(first, (), attention, masks={"attn_mask": 1})
         layer = first.mlp
         padding = layer.padding_of(x)
         routing = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..convert.expert_layers import moe_layers
+from ..layers import MoeMlp
 from ..layers.router_totals import Reader
 from .averaging import ExpertWeightAveraging, forget_updates, stated_updates
 from .optimizers import (
@@ -37,8 +38,8 @@ def start_averaging(
         updates: number of the steps done before, in the unit of ``total_updates``. It holds
             whatever count the optimizer's state has now, which may be that of another number of
             processes. A state that is loaded later brings its own count. 0 is the start of a run: a
-            count that the optimizer has from an earlier run is dropped, and so is an averaging that
-            this function started for the optimizer before.
+            count that the optimizer has from an earlier run is dropped, with a warning, and so is
+            an averaging that this function started for the optimizer before.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`
@@ -48,7 +49,8 @@ def start_averaging(
     Raises:
         TypeError: as :class:`ExpertWeightAveraging`.
         ValueError: if the run has no known end, if the optimizer holds none of the model's
-            parameters, and as :class:`ExpertWeightAveraging`.
+            parameters, or averages the experts of another model, and as
+            :class:`ExpertWeightAveraging`.
     """
     layers = list(moe_layers(model).values())
     begin_run(layers)
@@ -77,7 +79,7 @@ def start_averaging(
             "The schedule of expert weight averaging needs the number of optimizer steps of the "
             f"run, got {total_updates}: give the run a number of steps or epochs."
         )
-    _end_earlier(optimizer, updates)
+    _end_earlier(optimizer, layers, updates)
     averaging = Started(model, optimizer, total_updates=int(total_updates))
     averaging.seek(updates)
     return averaging
@@ -97,15 +99,26 @@ def updates_done(optimizer: Optimizer, steps: int) -> int:
     return (stated_updates(optimizer) or steps) if steps else 0
 
 
-def _end_earlier(optimizer: Optimizer, updates: int) -> None:
-    """End the averaging of an earlier run by an optimizer, before a run begins."""
+def _end_earlier(optimizer: Optimizer, layers: list[MoeMlp], updates: int) -> None:
+    """End the averaging of an earlier run by an optimizer, before a run of these layers begins.
+
+    Raises:
+        ValueError: if the optimizer averages experts of other layers, too.
+    """
     earlier = ExpertWeightAveraging.of(optimizer)
-    if isinstance(earlier, Started):  # The same run begins again, e.g. after it lacked memory.
+    if isinstance(earlier, Started):
+        others = [layer for layer in earlier.layers() if layer not in layers]
+        if layers_of_trained_experts(parameter_ids(optimizer), others):
+            raise ValueError(
+                "This optimizer averages the experts of another model: start both at once, by "
+                "start_averaging(torch.nn.ModuleList([first, second]), ...)."
+            )
         earlier.remove()
-    elif not updates and stated_updates(optimizer):
+    if not updates and stated_updates(optimizer):
         _logger.warning(
-            "EWA: a run begins, so the share rate does too. To go on with an earlier run, resume "
-            "your trainer from its checkpoint, or state start_averaging(..., updates=...)."
+            "EWA: a run begins, so the share rate does too. Call start_averaging once, before the "
+            "first epoch. To go on with an earlier run, resume your trainer from its checkpoint, "
+            "or state start_averaging(..., updates=...)."
         )
     if not updates:
         forget_updates(optimizer)
