@@ -31,6 +31,8 @@ class _ImportAfter(importlib.abc.MetaPathFinder):
 
             def execute_and_load(module):
                 execute(module)
+                if module.__name__ != _TARGET:  # a zip has one loader for all of its modules
+                    return
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 _load()

@@ -3,12 +3,14 @@
 Names from files are harmless, and results are written before a pipe is closed.
 """
 
+import builtins
 import csv
+import errno
 import json
 import logging
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -108,6 +110,21 @@ def test_results_are_written_though_nobody_reads_them(command, tmp_path):
     with closed_pipe():
         assert command("evaluate", "--json", str(tmp_path / "a.json")) == 0
     assert json.loads((tmp_path / "a.json").read_text())["metrics"]["images"] == 8
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EINVAL, errno.ENOSPC])
+def test_a_reader_that_has_gone_is_no_error_on_windows_either(number, capfd, monkeypatch):
+    """Windows tells of it by EINVAL."""
+
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(builtins, "print", fail)
+    moved = []
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: moved.append(descriptors))
+    with pytest.raises(OSError, match="No space") if number == errno.ENOSPC else nullcontext():
+        show("a")
+    assert len(moved) == (number != errno.ENOSPC)
 
 
 def test_few_shots_are_written_though_nobody_reads_them(command, tmp_path):

@@ -175,10 +175,10 @@ def test_outputs_that_nothing_can_be_written_to(tmp_path):
 def test_a_folder_that_the_user_must_not_write_to(tmp_path, monkeypatch):
     """Known before anything is done, and in one sentence."""
 
-    def refuse(**options):
+    def refuse(folder):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     for check in (check_writable, lambda file: check_folder(file, NAMES)):
         with pytest.raises(PermissionError, match=r"^\S*/a/b .*Permission denied\.$"):
             check(tmp_path / "a/b")
@@ -310,6 +310,28 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
         NAMES, "new"
     )
+
+
+def test_windows_locks_by_a_file_that_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "fcntl", None)
+    with staged(tmp_path / "out"):
+        with pytest.raises(BlockingIOError, match="Another process is writing"):
+            write_pair(tmp_path / "out", "new")
+        assert len(os.listdir(tmp_path)) == 2  # not removed by the process that is refused
+    assert os.listdir(tmp_path) == []
+    write_pair(tmp_path / "out", "new")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_drive_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with pytest.raises(FileNotFoundError, match="on a drive that is not there"):
+        check_writable(tmp_path / "a.json")
+
+
+def test_the_check_of_a_place_leaves_nothing(tmp_path):
+    check_writable(tmp_path / "new/a.json")
+    assert os.listdir(tmp_path) == []
 
 
 # --- what killed processes leave

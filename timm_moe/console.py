@@ -4,6 +4,7 @@ Names from files in them can neither begin a line nor steer the terminal.
 """
 
 import difflib
+import errno
 import logging
 import os
 import sys
@@ -29,7 +30,9 @@ def show(*lines: str) -> None:
     """
     try:
         print("\n".join(map(printable, lines)), flush=True)
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EINVAL):  # Windows says EINVAL.
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

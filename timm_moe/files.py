@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -161,13 +160,17 @@ def _check_place(output: Path) -> None:
         raise FileNotFoundError(
             f"{output} is a broken symbolic link: remove it, or write elsewhere."
         )
-    place = output if output.is_dir() else output.resolve().parent
-    while not place.exists():
-        place = place.parent
+    nearest = output if output.is_dir() else output.resolve().parent
+    place = next((folder for folder in (nearest, *nearest.parents) if folder.exists()), None)
+    if place is None:
+        raise FileNotFoundError(f"{output} is on a drive that is not there.")
     if not place.is_dir():
         raise NotADirectoryError(f"{place} is a file, so {output} cannot be made in it.")
+    # Windows cannot be asked for the rights, and there tempfile tries for ever.
+    trial = place / f".{os.getpid()}.timm_moe.trial"
     try:
-        tempfile.TemporaryFile(dir=place).close()
+        trial.mkdir()
+        trial.rmdir()
     except OSError as error:
         raise type(error)(f"{output} could not be written: {error.strerror}.") from error
 
@@ -193,7 +196,8 @@ def staged(output: str | Path) -> Iterator[Path]:
     descriptor = _lock(lock, output)
     try:
         shutil.rmtree(folder, ignore_errors=True)  # A process that was killed may have left it.
-        folder.mkdir(mode=0o700)
+        # On Windows the mode would close the finished output to other users, too.
+        folder.mkdir(mode=0o700 if os.name == "posix" else 0o777)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -206,15 +210,20 @@ def staged(output: str | Path) -> Iterator[Path]:
 def _lock(file: Path, output: Path) -> int:
     """Lock a file until the returned descriptor is closed.
 
-    Where a file system has no locks, the file is just opened.
+    Where a file system has no locks, the file is just opened. On Windows a file that exists is
+    locked, and goes once it is closed.
 
     Raises:
         BlockingIOError: if another process holds the lock.
     """
+    if fcntl is None:
+        try:
+            return os.open(file, os.O_CREAT | os.O_EXCL | getattr(os, "O_TEMPORARY", 0), 0o600)
+        except FileExistsError:
+            raise _is_writing(output) from None
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # If there is another file of this name, or none, its owner has just removed the locked one.
         if os.path.samestat(os.fstat(descriptor), os.stat(file)):
             return descriptor
@@ -223,7 +232,12 @@ def _lock(file: Path, output: Path) -> int:
     except OSError:
         return descriptor
     os.close(descriptor)
-    raise BlockingIOError(f"Another process is writing {output}: wait for it, or write elsewhere.")
+    raise _is_writing(output)
+
+
+def _is_writing(output: Path) -> BlockingIOError:
+    """Return the error of an output that another process is writing."""
+    return BlockingIOError(f"Another process is writing {output}: wait for it, or write elsewhere.")
 
 
 @contextmanager
@@ -279,4 +293,4 @@ def write_json(file: str | Path, contents: dict[str, Any]) -> None:
         parse_constant=lambda name: None,
     )
     with written_whole(file) as partial:
-        partial.write_text(json.dumps(finite, indent=2) + "\n")
+        partial.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import pytest
 import torch
@@ -19,7 +19,13 @@ from timm.data import ImageDataset, create_dataset, create_transform
 from timm.models import save_for_hf
 
 import timm_moe
-from timm_moe.analysis.data import Inference, class_names, image_folder, load_classifiers
+from timm_moe.analysis.data import (
+    Inference,
+    class_names,
+    image_folder,
+    load_classifiers,
+    short_names,
+)
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.images import UnreadableImage
 from timm_moe.analysis.routes.segmentation import MaskedImages, pair_files, read_names
@@ -627,3 +633,10 @@ def test_classes_that_transformers_gave_no_names_are_those_of_the_folders(
     save_with_names(model, tmp_path / "vit", [f"LABEL_{number}" for number in range(5)])
     load_classifiers([tmp_path / "vit"], image_folder(folder), inference=HERE)
     assert "labels do not mean the same" not in caplog.text
+
+
+def test_names_of_several_parts_are_written_alike_on_windows(monkeypatch):
+    monkeypatch.setattr("timm_moe.analysis.data.Path", PureWindowsPath)
+    paths = [("runs", "dense", "0"), ("runs", "ewa", "0")]
+    assert short_names(paths) == ["dense/0", "ewa/0"]
+    assert short_names([("runs", "dense")] * 2) == ["1: runs/dense", "2: runs/dense"]

@@ -267,6 +267,17 @@ def test_parts_with_a_name_of_the_layer_are_refused_by_name(name, kind):
         convert(make)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_network_is_tried_whatever_the_default_type_is(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = timm_moe.convert_to_moe(Vit(Scalar), modules=r"blocks\.\d\.mlp")
+    finally:
+        torch.set_default_dtype(before)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
 @pytest.mark.parametrize("network", [Scalar, MixesInTraining])
 def test_a_network_is_tried_wherever_it_is_made(network):
     """Under the meta device as default, with parameters there or on the CPU."""

@@ -221,6 +221,12 @@ def test_no_generator_of_a_gpu_is_seeded(ewa_vit, tmp_path, monkeypatch):
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
 
 
+def test_the_images_of_the_check_are_where_the_model_is(dense_vit):
+    expected = verify_module.inputs_for(dense_vit, None)
+    with torch.device("meta"):  # as if the default device were another one
+        assert torch.equal(verify_module.inputs_for(dense_vit, None), expected)
+
+
 def test_small_outputs_are_compared_in_their_own_size(ewa_vit, tmp_path, monkeypatch):
     torch.nn.init.trunc_normal_(ewa_vit.head.weight, std=1e-4)
     outputs = verify_module.outputs

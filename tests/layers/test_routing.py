@@ -228,6 +228,18 @@ def test_the_gates_of_a_new_router_sum_to(dim, experts, top_k, share):
     assert torch.stack(sums).mean().item() == pytest.approx(share, abs=0.01)
 
 
+def test_a_layer_computes_where_its_rows_are():
+    """The default device may be another one."""
+    layer, x = routed(top_k=2), torch.randn(2, 7, 5)
+    gradients = []
+    for default in ("cpu", "meta"):
+        rows = x.clone().requires_grad_()
+        with torch.device(default):
+            layer(rows).square().sum().backward()
+        gradients.append(rows.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("layer_class", ["routed", "ewa"])
 @pytest.mark.first_case
 def test_second_derivatives_and_no_forward_mode(layer_class):

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
 import pytest
@@ -259,6 +261,33 @@ def test_only_the_autoload_module_left():
     done = run(NO_PACKAGE)
     assert (done.returncode, done.stdout) == (0, "True\n")
     assert "timm_moe could not be loaded" in done.stderr
+
+
+def test_a_loader_of_many_modules_loads_the_package_after_timms_models(monkeypatch):
+    """As the loader of a zip."""
+
+    class Loader:
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            pass
+
+    class Finder:
+        loader = Loader()
+
+        def find_spec(self, name, path=None, target=None):
+            return ModuleSpec(name, self.loader)
+
+    loaded = []
+    monkeypatch.setattr(timm_moe_autoload, "_load", lambda: loaded.append(True))
+    hook = timm_moe_autoload._ImportAfter()
+    monkeypatch.setattr(sys, "meta_path", [hook, Finder()])
+    spec = hook.find_spec("timm.models")
+    for name in ("timm.models.vision_transformer", "timm.models"):
+        assert not loaded
+        spec.loader.exec_module(module_from_spec(ModuleSpec(name, Finder.loader)))
+    assert loaded == [True]
 
 
 @pytest.mark.ci

@@ -212,10 +212,10 @@ def short_names(
         is_name: whether a text is a name; if one is not, more parts are taken too.
     """
     for number in range(1, max(map(len, paths), default=0) + 1):
-        names = [str(Path(*parts[-number:])) for parts in paths]
+        names = [Path(*parts[-number:]).as_posix() for parts in paths]
         if len({*names}) == len(names) and all(map(is_name, names)):
             return names
-    return [f"{number}: {Path(*parts)}" for number, parts in enumerate(paths, 1)]
+    return [f"{number}: {Path(*parts).as_posix()}" for number, parts in enumerate(paths, 1)]
 
 
 def batches(

@@ -156,7 +156,7 @@ def _draw(label_N: Tensor, shots: int, draws: int, generator: torch.Generator) -
     drawn = [
         torch.stack(
             [
-                images[torch.randperm(len(images), generator=generator)[:shots]]
+                images[torch.randperm(len(images), generator=generator, device="cpu")[:shots]]
                 for images in of_class
             ]
         )

@@ -87,9 +87,8 @@ class _MeanOverImages(_Metric):
         # MetricCollection updates only one of several metrics whose states have the same names and
         # first values, so the name of the state tells the metrics apart.
         self._state = f"{type(self).__name__}_of_{'logits' if from_logits else 'probabilities'}"
-        self.add_state(
-            self._state, torch.zeros(numbers + 1, dtype=torch.float64), dist_reduce_fx="sum"
-        )
+        zeros = torch.zeros(numbers + 1, dtype=torch.float64, device="cpu")
+        self.add_state(self._state, zeros, dist_reduce_fx="sum")
 
     def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         """Return the numbers of each image, (B,) or (B, K)."""

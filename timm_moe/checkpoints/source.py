@@ -421,7 +421,8 @@ def _require_one_size(
         return
     of_own_size = _create(other)
     of_own_size.load_state_dict(model.state_dict())
-    image = torch.rand(1, channels, height, width, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    image = torch.rand(1, channels, height, width, generator=generator, device="cpu")
     try:
         expected, found = outputs(model, image), outputs(of_own_size, image)
     except (AssertionError, RuntimeError, ValueError):

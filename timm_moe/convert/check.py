@@ -160,7 +160,8 @@ def _mixing(network: nn.Module) -> str | None:
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device)
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return numbers.to(device)
 
     with device, seeded(device):
         trial = copy.deepcopy(network).float().to_empty(device=device)

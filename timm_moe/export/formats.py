@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..checkpoints.description import ENTRY
 from ..checkpoints.source import first_problem, own_numbering
 from ..console import describe, shown
+from ..files import read_text
 from ..model_config import (
     change_pretrained_cfg,
     classes_of,
@@ -71,7 +72,7 @@ class TimmFormat:
         try:
             with self.model.register_state_dict_post_hook(_separate):
                 save_for_hf(self.model, str(folder), **stated, safe_serialization=True)
-            config = json.loads((folder / "config.json").read_text())
+            config = json.loads(read_text(folder / "config.json"))
             drop_second_num_classes(config)
             _write_config(folder, config, self.history)
         except (TypeError, ValueError) as error:  # of json
@@ -99,7 +100,7 @@ class TransformersFormat:
     def write(self, folder: Path) -> None:
         """Write the model's files by its own ``save_pretrained``."""
         self.model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(read_text(folder / "config.json"))
         _write_config(folder, {**config, **self.entries}, self.history)
 
     def read(self, folder: Path) -> nn.Module:
@@ -351,7 +352,7 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
         ) from error
     saved = load_file(folder / "model.safetensors")
     for name, tensor in model.state_dict().items():
-        if name not in saved or not equal_with_nan(tensor, saved[name].to(tensor.dtype)):
+        if name not in saved or not equal_with_nan(tensor, saved[name].to(tensor)):
             raise ValueError(
                 f"{loader} does not load {name} as it was saved; state what was changed since "
                 "creation in model_args."
@@ -361,7 +362,7 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
 
 def _remedy(folder: Path) -> str:
     """Say what mends a folder whose weights do not fit its config.json."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads(read_text(folder / "config.json"))
     classes, named = config.get("num_classes"), config.get("pretrained_cfg", {}).get("classifier")
     weights = load_file(folder / "model.safetensors")
     for classifier in [named] if isinstance(named, str) else named or ():
@@ -411,7 +412,8 @@ def _write_config(folder: Path, config: dict[str, Any], history: History) -> Non
     safetensors closes its files to other users.
     """
     config[ENTRY] = {**history.to_config(), "weights": digest(folder)}
-    (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
+    text = json.dumps(config, indent=2, allow_nan=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
     for file in folder.iterdir():
         shutil.copymode(folder / "config.json", file)
 

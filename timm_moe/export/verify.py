@@ -34,7 +34,8 @@ def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
                 "The model states no inputs, so its outputs are not compared: pass example_inputs."
             )
             return None
-        example_inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator("cpu").manual_seed(0)
+        example_inputs = torch.randn(2, *shape, generator=generator, device="cpu")
     like = next(model.parameters(), torch.empty(0))
 
     def moved(part: Any) -> Any:

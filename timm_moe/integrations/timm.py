@@ -51,6 +51,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..convert.expert_layers import described, expert_biases, expert_ids, expert_parameters
 from ..convert.wrappers import unwrapped
+from ..files import read_text
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..model_config import records_arguments
@@ -383,7 +384,7 @@ def _create_model(model_name: str, *args: Any, **kwargs: Any) -> nn.Module:
     if source == "hf-hub":
         saved = load_model_config_from_hf(location, cache_dir=arguments.get("cache_dir"))[2]
     elif source == "local-dir":
-        saved = json.loads(Path(location, "config.json").read_text()).get("model_args", {})
+        saved = json.loads(read_text(Path(location, "config.json"))).get("model_args", {})
     given = {
         name: value for name, value in arguments.get("kwargs", {}).items() if value is not None
     }

@@ -535,7 +535,7 @@ def dispatch(x_TD: Tensor, routing: AnyRouting, dtype: torch.dtype | None = None
     slots = routing.slots
     # The derivative sums the slots of each row.
     if slots is not None and _sums_in_one_pass(x_TD, routing):
-        starts_T = torch.arange(0, slots.numel(), slots.shape[1])
+        starts_T = torch.arange(0, slots.numel(), slots.shape[1], device=slots.device)
         return _to_experts(x_TD, token_N, slots.flatten(), starts_T, dtype)
     return _to_experts(x_TD, token_N, _slots_by_choice(routing), None, dtype)
 

@@ -234,8 +234,11 @@ class Routes:
         The patches of an image are alike, so their labels stay together, each at its place. What
         has no class after the shuffle is left out.
         """
-        generator = torch.Generator().manual_seed(0)
-        orders = [torch.randperm(len(self.labels), generator=generator) for _ in range(SHUFFLES)]
+        generator = torch.Generator("cpu").manual_seed(0)
+        images = len(self.labels)
+        orders = [
+            torch.randperm(images, generator=generator, device="cpu") for _ in range(SHUFFLES)
+        ]
         return sum(self._information(self.labels[order])[1] for order in orders) / SHUFFLES
 
     def _count_MCE(self, labels: Tensor) -> Tensor:
