@@ -329,8 +329,13 @@ def test_a_drive_that_is_not_there(tmp_path, monkeypatch):
         check_writable(tmp_path / "a.json")
 
 
-def test_the_check_of_a_place_leaves_nothing(tmp_path):
-    check_writable(tmp_path / "new/a.json")
+def test_the_check_of_a_place_leaves_nothing(tmp_path, monkeypatch):
+    """Nor what a process left that was killed in the midst of its check."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", lambda path: None)
+        check_writable(tmp_path / "a.json")
+    assert len(os.listdir(tmp_path)) == 1
+    check_writable(tmp_path / "a.json")
     assert os.listdir(tmp_path) == []
 
 

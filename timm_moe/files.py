@@ -25,6 +25,7 @@ except ModuleNotFoundError:  # not a Unix
 
 _PARTIAL = ".timm_moe.partial"
 _LOCK = ".timm_moe.lock"
+_TRIAL = ".timm_moe.trial"
 
 
 def check_writable(file: str | Path, overwrite: bool = False) -> None:
@@ -146,7 +147,7 @@ def check_folder(folder: str | Path, names: Sequence[str], overwrite: bool = Fal
 def holds_something(folder: Path) -> bool:
     """Return whether a folder has any entry besides the hidden ones of this module."""
     return folder.is_dir() and any(
-        not path.name.endswith((_PARTIAL, _LOCK)) for path in folder.iterdir()
+        not path.name.endswith((_PARTIAL, _LOCK, _TRIAL)) for path in folder.iterdir()
     )
 
 
@@ -167,10 +168,13 @@ def _check_place(output: Path) -> None:
     if not place.is_dir():
         raise NotADirectoryError(f"{place} is a file, so {output} cannot be made in it.")
     # Windows cannot be asked for the rights, and there tempfile tries for ever.
-    trial = place / f".{os.getpid()}.timm_moe.trial"
+    trial = place / _TRIAL
     try:
-        trial.mkdir()
-        trial.rmdir()
+        # Another process may try the same place, or was killed as it did.
+        with suppress(FileExistsError):
+            trial.mkdir()
+        with suppress(FileNotFoundError):
+            trial.rmdir()
     except OSError as error:
         raise type(error)(f"{output} could not be written: {error.strerror}.") from error
 
