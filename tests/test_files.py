@@ -330,7 +330,7 @@ def test_a_drive_that_is_not_there(tmp_path, monkeypatch):
 
 
 def test_the_check_of_a_place_leaves_nothing(tmp_path, monkeypatch):
-    """Nor what a process left that was killed in the midst of its check."""
+    """Leftovers of a process that was killed in the midst of its check go, too."""
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rmdir", lambda path: None)
         check_writable(tmp_path / "a.json")

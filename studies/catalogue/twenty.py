@@ -170,6 +170,8 @@ def pilot_arms() -> tuple[Arm, ...]:
     return (Arm(DENSE, Training("dense", "dense")), *forms)
 
 
+#: The distances are means over the layers of a training's experts.json, by epochs; the results hold
+#: them as ``spread``.
 PILOT_FINDINGS = (
     Finding(
         "The form with the highest mean top-1 divides tokens, averages at 0.1 at every tenth step "

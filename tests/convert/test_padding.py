@@ -207,6 +207,14 @@ def test_recomputation_of_a_layer_alone_sees_the_mask_of_its_call(options):
     torch.testing.assert_close(*results)
 
 
+def test_a_layer_that_left_padding_out_before_is_compiled_whole():
+    model = ewa_naflex_vit()
+    model(naflex(9, 4))
+    layer = model.blocks[0].mlp
+    x = torch.randn(2, 6, 32)
+    assert torch.compile(layer, fullgraph=True, backend="eager")(x).shape == x.shape
+
+
 def test_recomputation_of_a_layer_alone_is_refused_where_its_call_is_not_known():
     loss = loss_of_two_batches(ewa_naflex_vit(), use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"blocks\.\d\.mlp .*: checkpoint the block\."):

@@ -264,7 +264,7 @@ def test_only_the_autoload_module_left():
 
 
 def test_a_loader_of_many_modules_loads_the_package_after_timms_models(monkeypatch):
-    """As the loader of a zip."""
+    """A zip has one loader for all of its modules."""
 
     class Loader:
         def create_module(self, spec):

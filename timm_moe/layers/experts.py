@@ -18,7 +18,7 @@ from .fine_grained import HiddenUnits
 from .functional import Mode, autocast_dtype, call_with, current_mode, is_intercepted
 from .grouped import Runs, runs_of, sizes_of_runs
 from .grouped_network import grouped_form
-from .probe import is_of_timm, probe, without_values
+from .probe import is_timms_mlp, probe, without_values
 
 EXPERT_INITS = ("same", "independent", "drop")
 #: Names of the classes that FSDP1 and FSDP2 give a sharded :class:`Stacked`. They hold the weights
@@ -154,7 +154,7 @@ class Experts(StackedParameters):
         )
         matrices = [shape for shape in self.stacked_shapes.values() if len(shape) == 3]
         self._widths = tuple({width for shape in matrices for width in shape[1:]})
-        self._ends_linear = is_of_timm(ffn)
+        self._ends_linear = is_timms_mlp(ffn)
         # Two layers may take the rows (SwiGLU). Their gradients are to be summed in the type of the
         # rows, so that these are not cast before.
         self._casts_rows = self._ends_linear and self.is_grouped and len(matrices) == 2

@@ -162,7 +162,7 @@ class MoeMlp(Experts):
                 f"The router of {self.path} is a {type(self.router).__name__}, no Router: leave "
                 "routers unwrapped, in PEFT out of the targets and modules_to_save."
             )
-        if self.padding is None and self._padding_by_input and in_backward():
+        if self.padding is None and self._padding_by_input is not None and in_backward():
             self.padding = self._earlier_padding(x)
         if self.padding is None:
             return self.compute(x, routing)
@@ -175,12 +175,16 @@ class MoeMlp(Experts):
         finally:  # After an error, too, the mask is not the next call's.
             self.padding = None
 
-    def _earlier_padding(self, x: Tensor) -> Tensor:
+    def _earlier_padding(self, x: Tensor) -> Tensor | None:
         """Return the padding of the call that checkpointing repeats, of this layer alone.
+
+        It is None if no input of a call with padding is alive.
 
         Raises:
             RuntimeError: if no call with padding had this input, as in reentrant checkpointing.
         """
+        if not self._padding_by_input:
+            return None
         if x not in self._padding_by_input:
             raise RuntimeError(
                 f"Gradient checkpointing repeats {self.path} without its block, whose mask tells "

@@ -1,4 +1,4 @@
-"""What a feed-forward network does with rows: their width, and its linear layers in order.
+"""Width of the rows of a feed-forward network, and its linear layers in order.
 
 A network of unknown kind is tried on the meta device, where rows have no values.
 """
@@ -32,7 +32,7 @@ def without_values(network: nn.Module) -> nn.Module:
     return copy.deepcopy(network, memo)
 
 
-def is_of_timm(network: nn.Module) -> bool:
+def is_timms_mlp(network: nn.Module) -> bool:
     """Tell if a network's class is one of timm's.
 
     These begin and end with a linear layer, and declare their layers in the order of their calls.
@@ -54,7 +54,7 @@ def probe(network: nn.Module) -> Probe:
     A network that is not timm's may declare its layers in any order. A copy of it runs on rows of
     each width that one of its linear layers takes.
     """
-    if is_of_timm(network):
+    if is_timms_mlp(network):
         declared = linear_layers(network)
         return Probe(next((module.in_features for module in declared.values()), 0), declared)
 
