@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..convert.expert_layers import moe_layers
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import Started, expert_statistics, start_averaging, updates_done
+from ..training.loop import Started, expert_statistics, start_or_resume
 from ..training.optimizers import is_distributed
 from ..training.router_losses import add_losses, collecting_losses, drop_losses
 
@@ -110,8 +110,7 @@ class ExpertCallback(Callback):
                     "tell it total_updates."
                 )
             total_updates = trainer.estimated_stepping_batches
-        updates = updates_done(optimizer, trainer.global_step)
-        averaging = start_averaging(pl_module, optimizer, total_updates, updates)
+        averaging = start_or_resume(pl_module, optimizer, total_updates, trainer.global_step)
         if averaging is None:
             return
         if is_trial:

@@ -18,7 +18,7 @@ from ..convert.expert_layers import moe_layers
 from ..convert.hooks import check_loaded_layers
 from ..files import require_file
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import Started, expert_statistics, start_averaging, updates_done
+from ..training.loop import Started, expert_statistics, start_or_resume
 from ..training.router_losses import add_losses, collecting_losses
 
 try:
@@ -66,9 +66,7 @@ class ExpertCallback(TrainerCallback):
         """Start the averaging of the run."""
         model = kwargs["model"]
         if moe_layers(model) or not _ensembles(model):
-            optimizer = kwargs["optimizer"]
-            updates = updates_done(optimizer, state.global_step)
-            start_averaging(model, optimizer, state.max_steps, updates)
+            start_or_resume(model, kwargs["optimizer"], state.max_steps, state.global_step)
 
 
 def _ensembles(model: nn.Module) -> list[Any]:

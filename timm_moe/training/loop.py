@@ -85,18 +85,34 @@ def start_averaging(
     return averaging
 
 
-def updates_done(optimizer: Optimizer, steps: int) -> int:
-    """Return the number of updates of a run that a trainer begins or resumes.
+def start_or_resume(
+    model: nn.Module, optimizer: Optimizer, total_updates: float, steps: int
+) -> "Started | None":
+    """Start the averaging of a run that a trainer begins, resumes, or begins again.
+
+    A run begins again where a trial failed, as in a search for the batch size.
 
     Args:
+        model: the model to be trained.
         optimizer: the optimizer, with its state if the run is resumed.
-        steps: the trainer's own count. The count in the optimizer's state is more exact: it leaves
-            out steps that a GradScaler skipped, and those of other optimizers.
+        total_updates: number of optimizer steps in the whole run.
+        steps: the trainer's own count of the steps done. The count in the optimizer's state is more
+            exact: it leaves out steps that a GradScaler skipped, and those of other optimizers.
 
     Returns:
-        The number; 0 if the run begins.
+        As :func:`start_averaging`.
+
+    Raises:
+        TypeError: as :func:`start_averaging`.
+        ValueError: as :func:`start_averaging`.
     """
-    return (stated_updates(optimizer) or steps) if steps else 0
+    updates = (stated_updates(optimizer) or steps) if steps else 0
+    trial = ExpertWeightAveraging.of(optimizer)
+    if isinstance(trial, Started):
+        trial.remove()
+        if not updates:
+            forget_updates(optimizer)
+    return start_averaging(model, optimizer, total_updates, updates)
 
 
 def _end_earlier(optimizer: Optimizer, layers: list[MoeMlp], updates: int) -> None:
