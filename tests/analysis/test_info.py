@@ -2,6 +2,7 @@
 
 import pytest
 import timm
+from common import SMALL_VIT
 
 import timm_moe
 from timm_moe.analysis.info import measure, model_info
@@ -51,3 +52,19 @@ def test_the_dense_twin_differs_in_the_experts_alone(name, twin):
 @pytest.mark.first_case
 def test_the_dense_twin_takes_the_same_options(name, options, twin):
     assert model_info(name, **options).dense_twin == twin
+
+
+def test_experts_that_choose_take_a_token_so_often_on_average():
+    """Both are counted by the mean, which may be below one expert."""
+    options = {**SMALL_VIT, "router": "expert_choice", "num_experts": 8}
+    info = {
+        factor: model_info("vit_tiny_moe", capacity_factor=factor, **options)
+        for factor in (0.5, 1.0, 2.5)
+    }
+    assert [each.experts_of_row() for each in info.values()] == [
+        "0.5 on average",
+        "1",
+        "2.5 on average",
+    ]
+    of_half = info[1.0].activated - info[0.5].activated
+    assert info[2.5].activated - info[1.0].activated == 3 * of_half > 0

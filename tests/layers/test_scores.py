@@ -71,6 +71,22 @@ def test_values_and_gradients_equal_the_reference(tokens, num_experts, top_k, **
     torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("score", "spread", "bias_rate"), [("sigmoid", 1, 0), ("sigmoid", 1, 0.1), ("softmax", 200, 0)]
+)
+def test_the_largest_logits_are_chosen_where_their_gates_are_rounded_to_equal_ones(
+    score, spread, bias_rate
+):
+    router = TopKRouter(8, 8, 2, score=score, gate_mode="renorm", bias_rate=bias_rate)
+    torch.nn.init.eye_(router.weight)
+    logits = 18 + spread * torch.randn(1, 100, 8)
+    wanted = logits[0].topk(2).indices
+    torch.testing.assert_close(router(logits).experts(), wanted)
+    if bias_rate:  # The bias comes first.
+        router.balancing_bias.steps[3] = 1
+        assert (router(logits).experts()[:, 0] == 3).all()
+
+
 def test_losses_by_hand():
     logits = torch.randn(2, 7, 3, dtype=torch.float64)
     gates = logits.softmax(2)

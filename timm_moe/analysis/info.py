@@ -43,7 +43,7 @@ class ModelInfo:
     moe_layers: list[str]
     blocks: int  #: number of blocks that could hold an expert layer; in WideNet all share one
     num_experts: int  #: experts in each layer; this and the next two are the first layer's
-    top_k: int  #: experts that a token passes through in training, or the most
+    top_k: float  #: experts that a token passes through in training, or the most, or their mean
     routing_unit: str
     members: int  #: members of the ensemble inside the model; each routes its own tokens
     total: int  #: parameters in training
@@ -99,7 +99,9 @@ class ModelInfo:
 
     def experts_of_row(self) -> str:
         """Write the number of experts that a token passes through."""
-        return f"up to {self.top_k}" if self.number_varies else str(self.top_k)
+        if self.number_varies:
+            return f"up to {self.top_k}"
+        return f"{self.top_k:g}" if self.top_k % 1 == 0 else f"{self.top_k:g} on average"
 
 
 @dataclass(frozen=True)

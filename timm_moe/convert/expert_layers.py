@@ -71,11 +71,12 @@ def activated_parameters(model: nn.Module, experts: int | None = None) -> int:
         experts: number of experts that a token takes in each layer; by default as many as its
             router gives it.
     """
-    return parameters(model) - sum(
+    idle = sum(
         (layer.num_experts - (experts or layer.router.experts_of_row()))
         * parameters_of_an_expert(layer)
         for layer in moe_layers(model).values()
     )
+    return parameters(model) - round(idle)
 
 
 def parameters_of_an_expert(layer: MoeMlp) -> int:

@@ -73,9 +73,9 @@ class ExpertChoiceRouter(Router):
         """Draw the weights as timm's ViT does: normal with standard deviation 0.02, truncated."""
         nn.init.trunc_normal_(self.weight, std=0.02)
 
-    def experts_of_row(self) -> int:
-        """Return the mean number of experts that a row goes to, at least 1."""
-        return max(1, min(self.num_experts, round(self.capacity_factor)))
+    def experts_of_row(self) -> float:
+        """Return the mean number of experts that a row goes to."""
+        return min(self.num_experts, self.capacity_factor)
 
     def routing_degree(self) -> int:
         """Return the number of all sets of experts, since any of them may take a row."""
@@ -103,12 +103,13 @@ class ExpertChoiceRouter(Router):
         gate_GEC = gate_GES.gather(2, row_GEC)
 
         first_row_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * size
-        token_N = (first_row_G11 + row_GEC).transpose(0, 1).flatten()
+        token_EGC = (first_row_G11 + row_GEC).transpose(0, 1)
+        token_N = token_EGC.flatten()
         gate_N = gate_GEC.transpose(0, 1).flatten()
         if self.gate_mode == "renorm":
-            total_T = gate_N.new_zeros(groups * size).index_add(0, token_N, gate_N)
-            # An expert takes C rows even if the softmax of some is 0.
-            gate_N = gate_N / total_T.clamp(min=1e-20).index_select(0, token_N)
+            expert_E11 = torch.arange(self.num_experts, device=x.device).view(-1, 1, 1)
+            place_N = (token_EGC * self.num_experts + expert_E11).flatten()
+            gate_N = _shares(gate_N, place_N, groups * size, self.num_experts)
 
         # The slots of a row stand together in slot_N, from where the row begins in sorted_N.
         sorted_N, slot_N = token_N.sort(stable=True)
@@ -124,3 +125,21 @@ class ExpertChoiceRouter(Router):
     def extra_repr(self) -> str:
         """Return the options that printing the module shows."""
         return f"num_experts={self.num_experts}, capacity_factor={self.capacity_factor}"
+
+
+def _shares(gate_N: Tensor, place_N: Tensor, rows: int, num_experts: int) -> Tensor:
+    """Divide each gate by the sum of the gates of its row.
+
+    The sums are those of a table, since GPUs add to the entries of a vector in any order.
+
+    Args:
+        gate_N: gate of each slot.
+        place_N: its place in a table (T, E) that is flattened.
+        rows: T.
+        num_experts: E.
+    """
+    table_TE = gate_N.new_zeros(rows * num_experts).scatter(0, place_N, gate_N)
+    table_TE = table_TE.view(rows, num_experts)
+    # An expert takes C rows even if the softmax of some is 0.
+    total_T1 = table_TE.sum(1, keepdim=True).clamp(min=1e-20)
+    return (table_TE / total_T1).flatten().gather(0, place_N)

@@ -67,8 +67,11 @@ class Router(nn.Module):
         super().__init__()
         self.num_experts = num_experts
 
-    def experts_of_row(self) -> int:
-        """Return the number of experts that a row goes to, or the most if it varies."""
+    def experts_of_row(self) -> float:
+        """Return the number of experts that a row goes to.
+
+        If it varies, it is the most, or the mean where experts choose rows.
+        """
         return 1
 
     def copies(self) -> int:
@@ -80,7 +83,7 @@ class Router(nn.Module):
 
         The unit is a row, or an image that is routed as a whole.
         """
-        return math.comb(self.num_experts, self.experts_of_row())
+        return math.comb(self.num_experts, int(self.experts_of_row()))
 
     def probabilities(self, x: Tensor) -> Tensor | None:
         """Return the softmax without noise, (T, ...), for the T rows of x, (B, ..., D).

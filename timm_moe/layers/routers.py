@@ -226,10 +226,7 @@ class TopKRouter(RecordingRouter):
         is_noisy = self.noise_std and (self.training or self.noisy_in_eval)
         noisy_GBNE = with_noise(logits_GBNE, self.noise_std) if is_noisy else logits_GBNE
         gate_GBNE = self._gates(noisy_GBNE)
-        # A sigmoid of large logits is rounded to one; the logits have the same order.
-        by_logits = self.score == "sigmoid" and self.balancing_bias is None
-        ranked_GBNE = noisy_GBNE if by_logits else gate_GBNE
-        chosen_GBNK, choice_GBNK = _top_k(gate_GBNE, self.top_k, ranked_GBNE, self.balancing_bias)
+        chosen_GBNK, choice_GBNK = self._choose(gate_GBNE, noisy_GBNE)
         chosen_GSK, expert_GSK = (
             chosen_GBNK.flatten(1, 2),
             self._experts(choice_GBNK).flatten(1, 2),
@@ -252,6 +249,19 @@ class TopKRouter(RecordingRouter):
     def _gates(self, logits: Tensor) -> Tensor:
         """Return the gates (..., E) of logits (..., E)."""
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+
+    def _choose(self, gate: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts' gates and their numbers, (..., K), by gates and logits (..., E).
+
+        Rounding may make gates equal whose logits are not, so the logits decide. With a bias on the
+        gates they decide between those that are equal.
+        """
+        bias = self.balancing_bias
+        if bias is None and self.top_k == 1 and self.score == "softmax":
+            return gate.max(-1, keepdim=True)  # The largest gate is not rounded to another one's.
+        biased = None if bias is None else bias(gate.detach())
+        choice = _places_of_largest(logits.detach(), self.top_k, biased)
+        return gate.gather(-1, choice), choice
 
     def _shares(self, gate: Tensor) -> Tensor:
         """Divide gates (..., E) by their sum, as losses and reports need them."""
@@ -584,20 +594,25 @@ def _mean(of_groups: Tensor) -> Tensor:
     return of_groups.squeeze(0) if of_groups.shape[0] == 1 else of_groups.mean()
 
 
-def _top_k(gate: Tensor, k: int, ranked: Tensor, bias: nn.Module | None) -> tuple[Tensor, Tensor]:
-    """Return gates and indices of the k largest ranked entries of the last dimension.
+def _places_of_largest(x: Tensor, k: int, first: Tensor | None = None) -> Tensor:
+    """Return the places of the k largest entries of the last dimension, the largest first.
 
-    Unlike torch's topk it takes the first of equal entries. With a bias the choice is by the biased
-    ranked values.
+    Equal entries keep their order. This takes the place of a stable sort, which ONNX lacks.
+
+    Args:
+        x: the entries.
+        k: their number.
+        first: values that are compared first, so that x is compared where they are equal.
     """
-    if k == 1 and bias is None and ranked is gate:
-        return gate.max(-1, keepdim=True)
-    chosen: list[Tensor] = []
-    rest = ranked.detach() if bias is None else bias(ranked.detach())
-    for number in range(k):  # This takes the place of a stable sort, which ONNX lacks.
+    places: list[Tensor] = []
+    for number in range(k):
         if number:
-            rest = rest.scatter(-1, chosen[-1], -torch.inf)
-        chosen.append(rest.argmax(-1, keepdim=True))
+            x = x.scatter(-1, places[-1], -torch.inf)
+            first = None if first is None else first.scatter(-1, places[-1], -torch.inf)
+        if first is None:
+            largest = x
+        else:
+            largest = x.masked_fill(first < first.amax(-1, keepdim=True), -torch.inf)
+        places.append(largest.argmax(-1, keepdim=True))
     # All first choices come first in memory, as in the queues.
-    indices = torch.stack([index.squeeze(-1) for index in chosen]).movedim(0, -1)
-    return gate.gather(-1, indices), indices
+    return torch.stack([place.squeeze(-1) for place in places]).movedim(0, -1)

@@ -100,9 +100,9 @@ def relative_distance_to_mean(layer: MoeMlp) -> float | None:
     """Return how far the experts are apart, relative to their mean.
 
     It is the root of the mean squared distance of the experts from their mean, divided by the norm
-    of the mean. All weights of an expert count as one vector. The result is 0 if all experts are
-    equal, and about ``sqrt(E - 1)`` if they are independent. It is None if they are not in one
-    piece (FSDP), or the mean is 0.
+    of the mean. All weights of an expert count as one vector. The result is 0, but for rounding, if
+    all experts are equal, and about ``sqrt(E - 1)`` if they are independent. It is None if they are
+    not in one piece (FSDP), or the mean is 0.
     """
     try:
         stacked = list(whole_experts(layer).values())
