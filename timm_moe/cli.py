@@ -60,6 +60,8 @@ from .models.registered import (
     registrar,
 )
 
+_logger = logging.getLogger(__name__)
+
 #: Widest cell of a table with a column for each model.
 CELL = 38
 
@@ -224,7 +226,26 @@ def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     if args.data_dir is not None:
         images = image_folder(args.data_dir, args.split, args.class_map)
         options["label_names"] = class_names(images)
+        if not args.class_map:
+            _warn_of_missing_classes(args.data_dir, options["label_names"])
     return options
+
+
+def _warn_of_missing_classes(data_dir: str, names: list[str]) -> None:
+    """Warn if the images that train.py measures have other classes than the training.
+
+    train.py numbers the classes of each split by themselves.
+    """
+    try:
+        images = image_folder(data_dir, "validation")
+    except FileNotFoundError:
+        return
+    if class_names(images) != names:
+        _logger.warning(
+            f"{images.reader.root} has other classes than the training, and train.py numbers them "
+            "without regard to those: the accuracy that it logged is of other labels. Measure it "
+            "by timm-moe evaluate with --class-map, and state it to timm-moe push by --metrics."
+        )
 
 
 def _spec(args: argparse.Namespace) -> ModelSpec:

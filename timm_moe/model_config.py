@@ -5,11 +5,13 @@ It holds the origin of the weights, the input size and the preprocessing.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from timm import models
 from timm.data import resolve_data_config
+from timm.models import PretrainedCfg
 from torch import nn
 
 from .console import shown
@@ -112,6 +114,24 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
             f"The model is built for images of {built} pixels and takes none of {wanted}. {remedy}"
         )
     return entries
+
+
+#: Entries of the preprocessing for training, and those for tests that timm's validate.py prefers.
+_OF_TRAINING = ("input_size", "crop_pct", "mean", "std", "interpolation")
+_OF_TESTS = ("test_input_size", "test_crop_pct")
+
+
+def drop_tests_of_timm(model: nn.Module) -> None:
+    """Take out timm's entries for tests of its own weights, if the user prepares images otherwise.
+
+    timm's validate.py would prefer them to what the user stated.
+    """
+    cfg = get_pretrained_cfg(model)
+    name = ".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))
+    own = asdict(models.get_pretrained_cfg(name) or PretrainedCfg())
+    if any(cfg.get(key) != own[key] for key in _OF_TRAINING):
+        stale = [key for key in _OF_TESTS if key in cfg and cfg[key] == own[key]]
+        change_pretrained_cfg(model, **dict.fromkeys(stale))
 
 
 def preprocessing(model: nn.Module) -> dict[str, Any]:

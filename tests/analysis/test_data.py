@@ -471,9 +471,25 @@ class TestModes:
         assert evaluate([checkpoint], images, inference=HERE)["nll"] == pytest.approx(
             expected, rel=1e-5
         )
+        exported = timm_moe.export_dense(checkpoint, tmp_path / "exported").path
+        assert evaluate([exported], images, inference=HERE)["nll"] == pytest.approx(
+            expected, rel=1e-5
+        )
+
+    def test_a_model_of_four_channels_in_memory_sees_transparency(self, folder):
+        model = make_model("vit_tiny_patch16_224", in_chans=4)
+        assert evaluate([model], image_folder(folder), inference=HERE)["images"] == 10
+
+    def test_more_than_eight_bits_are_refused(self, folder):
+        """Pillow would make all of them white."""
+        file = folder / "val/class1/0.png"
+        Image.new("I;16", (32, 32), 20_000).save(file)
+        model = make_model("vit_tiny_patch16_224", in_chans=1)
+        with pytest.raises(ValueError, match=r"class1/0\.png cannot be read: .*more than 8 bits"):
+            evaluate([model], image_folder(folder), inference=HERE)
 
     @pytest.mark.parametrize(
-        ("channels", "mode"), [(4, None), (3, "CMYK"), (3, "L"), (1, "RGB"), (3, "a mode")]
+        ("channels", "mode"), [(6, None), (3, "CMYK"), (3, "L"), (1, "RGB"), (3, "a mode")]
     )
     def test_a_mode_of_other_channels_is_an_error(self, folder, tmp_path, channels, mode):
         """Raised by torch or Pillow: no images are taken for others."""
@@ -611,6 +627,30 @@ def test_names_by_number_are_in_the_order_of_the_numbers(tmp_path, model):
     save_with_names(model, tmp_path / "vit", named)
     expected = evaluate([model], by_string, inference=HERE)
     assert evaluate([tmp_path / "vit"], image_folder(folder), inference=HERE) == expected
+
+
+def test_a_class_without_images_keeps_the_numbers_of_the_others(tmp_path, model, caplog):
+    """timm numbers the folders that there are, so train.py measures other labels."""
+    folder = write_images(tmp_path, {"val": 3}, CLASSES)
+    checkpoint = save(model, tmp_path / "a.pth.tar")
+    save_with_names(model, tmp_path / "vit", CLASSES)
+    shutil.rmtree(folder / "val/class1")
+    (folder / "classes.txt").write_text("\n".join(CLASSES))
+    by_map = image_folder(folder, class_map=str(folder / "classes.txt"))
+    expected = evaluate([tmp_path / "vit"], by_map, inference=HERE)
+    assert evaluate([tmp_path / "vit"], image_folder(folder), inference=HERE) == expected
+    for other, number in ((checkpoint, 5), (make_model("vit_tiny_patch16_224", num_classes=4), 4)):
+        with pytest.raises(ValueError, match=rf"{number} classes|has {number}"):
+            evaluate([tmp_path / "vit", other], image_folder(folder), inference=HERE)
+    message = "has 4 classes, but .*a.pth.tar has 5: if one has no images .* --class-map"
+    with pytest.raises(ValueError, match=message):
+        evaluate([checkpoint], image_folder(folder), inference=HERE)
+
+
+def test_a_training_by_bce_is_told_of(folder, model, tmp_path, caplog):
+    checkpoint = save(model, tmp_path / "a.pth.tar", bce_loss=True)
+    evaluate([checkpoint], image_folder(folder), inference=HERE)
+    assert "--bce-loss, by which each class has a probability of its own" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])

@@ -332,7 +332,8 @@ def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
         ),
         (
             ["--data-dir", "{splits}/val/class0", "--split", ""],
-            "val/class0 has 1 classes, but a.pth.tar has 5.",
+            "val/class0 has 1 classes, but a.pth.tar has 5: if one has no images here, name all "
+            "with --class-map (class_map=).",
         ),
         (["--data-dir", "empty", "--split", ""], "empty has no image of a class in its split ''"),
         (["b.pth.tar", "--data-dir", "{splits}"], "val has 5 classes, but b.pth.tar has 3."),

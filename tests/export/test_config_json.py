@@ -132,7 +132,7 @@ def test_a_checkpoint_names_no_classes(ewa_vit, tmp_path):
     assert _names_in(tmp_path / "student") == (None, None)
 
 
-def test_names_from_the_training_images(checkpoint, tmp_path, capsys):
+def test_names_from_the_training_images(checkpoint, tmp_path, capsys, caplog):
     for split, names in (("train", ["x10", "x9", "a", "b", "c"]), ("validation", ["a", "b"])):
         for name in names:
             (tmp_path / "images" / split / name).mkdir(parents=True)
@@ -140,12 +140,16 @@ def test_names_from_the_training_images(checkpoint, tmp_path, capsys):
     (tmp_path / "classes.txt").write_text("c\nb\na\nx9\nx10\n")
     command = ["export", str(checkpoint), "--data-dir", str(tmp_path / "images")]
     assert main([*command, str(tmp_path / "vit")]) == 0
+    told = "validation has other classes than the training, and train.py numbers them"
+    assert told in caplog.text
+    caplog.clear()
     # As train.py numbers them.
     assert _names_in(tmp_path / "vit")[0] == ["a", "b", "c", "x9", "x10"]
     assert (
         main([*command, str(tmp_path / "mapped"), "--class-map", str(tmp_path / "classes.txt")])
         == 0
     )
+    assert told not in caplog.text
     assert _names_in(tmp_path / "mapped")[0] == ["c", "b", "a", "x9", "x10"]
     assert main([*command, "--moe", str(tmp_path / "moe")]) == 0
     assert _names_in(tmp_path / "moe")[0] == ["a", "b", "c", "x9", "x10"]

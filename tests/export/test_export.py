@@ -1,6 +1,7 @@
 """Export: every kind of source, stock timm as the judge, and nothing left behind when it fails."""
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -190,6 +191,55 @@ def test_a_classifier_that_was_replaced_gets_its_remedy(ewa_vit, tmp_path):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     ewa_vit.num_classes = 7
     assert timm_moe.export_dense(ewa_vit, tmp_path / "vit").largest_difference == 0
+
+
+def test_a_stem_that_was_replaced_gets_its_remedy(ewa_vit, tmp_path):
+    ewa_vit.patch_embed.proj = torch.nn.Conv2d(4, 32, 8, 8)
+    with pytest.raises(ValueError, match=r"4 channels as patch_embed\.proj .*in_chans = 4: Given"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    ewa_vit.in_chans = 4
+    assert timm_moe.export_dense(ewa_vit, tmp_path / "vit").largest_difference == 0
+
+
+def test_a_pruned_model_is_told_to_keep_its_weights(ewa_vit, tmp_path):
+    qkv = ewa_vit.blocks[0].attn.qkv
+    torch.nn.utils.prune.l1_unstructured(qkv, "weight", 0.5)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv has a hook .*prune\.remove"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    torch.nn.utils.prune.remove(qkv, "weight")
+    assert timm_moe.export_dense(ewa_vit, tmp_path / "vit").largest_difference == 0
+
+
+def test_a_quantized_model_is_told_to_be_exported_before(dense_vit, tmp_path):
+    dense_vit.register_module("packed", PackedWeights())
+    with pytest.raises(ValueError, match=r"packed\._extra_state is a dtype .*quantization"):
+        timm_moe.export_dense(dense_vit, tmp_path / "vit")
+
+
+class PackedWeights(torch.nn.Module):
+    """A module whose state is no tensor, as of a quantized layer."""
+
+    def get_extra_state(self):
+        return torch.qint8
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize("stated", [{}, {"mean": (0.5,) * 3, "input_size": (3, 32, 32)}])
+def test_images_that_a_loop_of_ones_own_states_are_those_of_validate_py(tmp_path, caplog, stated):
+    """timm has another size for tests of its own weights."""
+    caplog.set_level(logging.INFO, "timm_moe")
+    model = timm.create_model(
+        "convnext_tiny", depths=(1,) * 4, dims=(8,) * 4, pretrained_cfg_overlay=stated
+    )
+    timm_moe.convert_to_moe(model, num_experts=2)
+    timm_moe.export_dense(model, tmp_path / "vit")
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True)
+    of_tests = timm.data.resolve_data_config({}, model=loaded, use_test_size=True)
+    assert of_tests["input_size"] == stated.get("input_size", (3, 288, 288))
+    size = " ".join(map(str, stated.get("input_size", (3, 224, 224))))
+    assert f"Images for this ConvNeXt: input_size {size}" in caplog.text
 
 
 def test_a_feature_extractor_is_refused_before_the_work(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import torch
 from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
-from ..checkpoints.source import ModelSpec, load_source, own_numbering
+from ..checkpoints.source import ModelSpec, load_source, own_numbering, stated_image_mode
 from ..convert.wrappers import unwrapped
 from ..model_config import classes_of, moved_class, preprocessing, renamed_class, stated_names
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
@@ -38,6 +38,8 @@ _logger = logging.getLogger(__name__)
 
 Source = nn.Module | str | Path
 
+#: Mode of Pillow by the number of channels.
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 #: Seconds between two lines on the progress.
 PROGRESS_INTERVAL = 10.0
 
@@ -107,7 +109,8 @@ def load_classifiers(
     ``sources``, ``spec`` and ``use_ema`` go to :func:`open_model`.
 
     Unless a class map states the order of the classes, it is the one in the first model's config
-    (``label_names``), or timm's order of the folders for a model that names none. A warning says if
+    (``label_names``), which may name classes without images, or timm's order of the folders for a
+    model that names none. A warning says if
     a model names other classes, or was trained with a class map, or on a data set that numbers
     its classes itself, and there is no class map here.
 
@@ -131,8 +134,13 @@ def load_classifiers(
                 "here."
             )
 
+        if args.get("loss") == "bce":
+            _logger.warning(
+                f"{name} was trained with --bce-loss, by which each class has a probability of its "
+                "own: NLL, ECE and Brier score are those of the softmax, which it did not learn."
+            )
         known = _classes_of(model, name, images.reader.root, by_folder)
-        if not models and not is_stated and known != by_folder and set(known) == set(by_folder):
+        if not models and not is_stated and known != by_folder and {*by_folder} <= {*known}:
             _logger.info("%s: classes are numbered as in %s.", images.reader.root, name)
             images, order = renumbered(images, known), name
         numbering = own_numbering(model)
@@ -150,17 +158,23 @@ def _classes_of(model: Any, name: str, root: Any, by_folder: list[str]) -> list[
     """List the classes of a model, by default the folders.
 
     Raises:
-        ValueError: if the model has another number of classes than there are folders.
+        ValueError: if the model has another number of classes than there are folders, unless it
+            names all of them and has all folders among them.
     """
-    if model.num_classes != len(by_folder):
-        named = stated_names(model) or by_folder
-        others = [repr(label) for label in by_folder if label not in named]
-        without = f", without {', '.join(others[:3])}" if others else ""
-        raise ValueError(
-            f"{Path(root)} has {len(by_folder)} classes, but {name} has {model.num_classes}"
-            f"{without}."
-        )
-    return classes_of(model, by_folder)
+    if model.num_classes == len(by_folder):
+        return classes_of(model, by_folder)
+    names = stated_names(model)
+    others = [repr(label) for label in by_folder if label not in names] if names else []
+    if len({*names}) == model.num_classes and None not in names and not others:
+        return names
+    remedy = ""
+    if others:
+        remedy = f", without {', '.join(others[:3])}"
+    elif len(by_folder) < model.num_classes:
+        remedy = ": if one has no images here, name all with --class-map (class_map=)"
+    raise ValueError(
+        f"{Path(root)} has {len(by_folder)} classes, but {name} has {model.num_classes}{remedy}."
+    )
 
 
 def _compare_classes(known: list[str], name: str, images: ImageDataset, order: str) -> None:
@@ -169,6 +183,10 @@ def _compare_classes(known: list[str], name: str, images: ImageDataset, order: s
     ``order`` says by what the images' classes are numbered.
     """
     root, found = Path(images.reader.root), class_names(images)
+    if len(known) != len(found):
+        raise ValueError(
+            f"{name} has {len(known)} classes, but {root} has {len(found)} (by {order})."
+        )
     moved, other = moved_class(known, found), renamed_class(known, found)
     if moved is not None:
         raise ValueError(
@@ -264,19 +282,27 @@ def batches(
 def image_mode(model: nn.Module) -> str:
     """Return the mode of Pillow that a model's images have.
 
-    It is the mode of its training, or else that of timm's validate.py.
+    It is the mode of its training, or else that of its number of channels.
+
+    Raises:
+        ValueError: if no mode has so many channels.
     """
-    stated = getattr(model, "args_of_images", {}).get("input_img_mode")
-    return stated or mode_of_channels(preprocessing(model))
+    return stated_image_mode(model) or mode_of_channels(preprocessing(model))
 
 
 def mode_of_channels(config: Mapping[str, Any]) -> str:
-    """Return the mode of Pillow for the channels of a model's input, as timm's validate.py has it.
+    """Return the mode of Pillow for the channels of a model's input.
 
     Args:
         config: from :func:`timm_moe.model_config.preprocessing`.
+
+    Raises:
+        ValueError: if no mode has so many channels.
     """
-    return "RGB" if config["input_size"][0] == 3 else "L"
+    channels = config["input_size"][0]
+    if channels not in MODES:
+        raise ValueError(f"Files of images have 1 to 4 channels, but the model takes {channels}.")
+    return MODES[channels]
 
 
 def image_bytes(images: Tensor, model: nn.Module) -> Tensor:

@@ -225,13 +225,19 @@ def read_image(file: Any, mode: str | None = None) -> Image.Image:
     """Open and decode an image, and convert it to a mode of Pillow if one is given.
 
     Raises:
-        UnreadableImage: if it is damaged or of another format than :data:`FORMATS`.
+        UnreadableImage: if it is damaged, of another format than :data:`FORMATS`, or would lose
+            its values by the conversion.
     """
     try:
         if isinstance(file, (str, Path)):
             require_file(Path(file))
         image: Image.Image = Image.open(file, formats=FORMATS)
         image.load()
+        if mode is not None and image.mode.startswith(("I", "F")):
+            raise ValueError(
+                f"it has more than 8 bits in a channel (mode {image.mode}), of which timm, in "
+                "train.py too, makes white: write 8 bits."
+            )
         return image if mode is None else image.convert(mode)
     except Exception as error:  # a damaged image may end in anything
         raise UnreadableImage(f"The image {file} cannot be read: {describe(error)}") from error

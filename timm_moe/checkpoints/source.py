@@ -5,7 +5,7 @@ to build it, first without memory for its weights to compare those of the file, 
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PureWindowsPath
@@ -18,6 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ..console import describe, shortened, shown_name
+from ..convert.check import computed_by
 from ..convert.dense import require_weights
 from ..convert.expert_layers import moe_layers
 from ..convert.registry import router_options
@@ -26,6 +27,7 @@ from ..files import local_path
 from ..model_config import (
     change_pretrained_cfg,
     check_preprocessing,
+    drop_tests_of_timm,
     get_pretrained_cfg,
     is_of_timm,
     model_input_size,
@@ -154,7 +156,10 @@ def load_source(
         is_model = isinstance(source, nn.Module)
         _warn_of_one_kind(f"This {type(source).__name__}" if is_model else str(source))
     if isinstance(source, nn.Module):
-        return own_copy(source, spec) if spec.preprocessing else source
+        if spec.preprocessing:
+            return own_copy(source, spec)
+        _log_images_of(unwrapped(source))
+        return source
 
     path = folder_of(source)
     name = str(source) if path is None else f"local-dir:{path}"
@@ -197,6 +202,7 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
     """
     model = unwrapped(model)
     require_weights(model)
+    _require_stored(model)
     # The copy shares the tensors.
     model = copied(model, {id(own): own for own in (*model.parameters(), *model.buffers())})
     model = timm_model_in(model)
@@ -208,9 +214,46 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
         )
     if use_ema:
         _warn_of_one_kind(f"This {type(model).__name__}")
-    if spec is not None:
-        state_preprocessing(model, spec.preprocessing)
+    drop_tests_of_timm(model)
+    _log_images_of(model, state_preprocessing(model, spec.preprocessing) if spec else ())
     return model
+
+
+def _require_stored(model: nn.Module) -> None:
+    """Require weights that are tensors, and not computed at each forward.
+
+    Raises:
+        ValueError: if the model is quantized, or a hook computes weights, as of pruning.
+    """
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} is a {type(value).__name__} and no tensor, as after quantization: export "
+                "before that, and quantize the model that timm loads."
+            )
+    for name, module in model.named_modules():
+        is_computed = any(
+            isinstance(value, Tensor) and value.grad_fn is not None
+            for value in vars(module).values()
+        )
+        found = computed_by(module) if is_computed else None
+        if found:
+            what, remedy = found
+            raise ValueError(f"{name} {what}: {remedy} first.")
+
+
+def _log_images_of(model: nn.Module, stated: Iterable[str] = ()) -> None:
+    """Log the preprocessing of a model in memory, if it has one.
+
+    Args:
+        model: without wrappers.
+        stated: entries that the user states.
+    """
+    if is_of_timm(model):
+        origins = dict.fromkeys(preprocessing(model), "its pretrained_cfg")
+        _log_images(
+            model, f"this {type(model).__name__}", {**origins, **dict.fromkeys(stated, "stated")}
+        )
 
 
 def _warn_of_one_kind(name: str) -> None:
@@ -498,6 +541,16 @@ def own_numbering(model: nn.Module) -> str | None:
     return None
 
 
+def stated_image_mode(model: nn.Module) -> str | None:
+    """Return the mode of Pillow of a model's images in its training, if train.py was told one."""
+    origin = getattr(model, "origin", None)
+    recorded = origin.recorded if isinstance(origin, Origin) else None
+    if isinstance(recorded, dict) and isinstance(recorded.get("image_mode"), str):
+        return recorded["image_mode"]
+    args: dict[str, str] = getattr(model, "args_of_images", {})
+    return args.get("input_img_mode")
+
+
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
     """Keep on the model what its trainer was told of images and timm's config has no place for."""
     names = ("input_img_mode", "class_map", "task", "dataset")
@@ -511,6 +564,8 @@ def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Pat
             "config.json cannot state: with an exported model, pass --input-img-mode to timm's "
             "scripts again."
         )
+    if train_args.get("bce_loss"):
+        kept["loss"] = "bce"
     if train_args.get("naflex_loader"):
         _logger.warning(
             f"{path} was trained with --naflex-loader: here its images are cropped to one size "
@@ -721,6 +776,17 @@ def _prepare(
         architecture: name of the model, for messages.
     """
     origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing), "stated")
+    _log_images(model, source, origins)
+    guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == _DEFAULT]
+    if guessed:
+        _logger.warning(
+            f"{source} does not say how images were prepared in its training; what timm has for "
+            f"{architecture} is a guess: state {', '.join(guessed)}."
+        )
+
+
+def _log_images(model: nn.Module, source: str, origins: Mapping[str, str]) -> None:
+    """Log how images are prepared for a model, and who states it."""
     by_origin: dict[str, list[str]] = {}
     for key, value in preprocessing(model).items():
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
@@ -729,9 +795,3 @@ def _prepare(
         f"{', '.join(entries)} ({origin})" for origin, entries in by_origin.items()
     )
     _logger.info(f"Images for {source}: {shown_entries}.")
-    guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == _DEFAULT]
-    if guessed:
-        _logger.warning(
-            f"{source} does not say how images were prepared in its training; what timm has for "
-            f"{architecture} is a guess: state {', '.join(guessed)}."
-        )

@@ -196,7 +196,8 @@ def _chosen_networks(
     if not any(isinstance(network, nn.Module) for network in networks.values()):
         raise ValueError(
             f"{type(model).__name__} has no numbered block with an mlp of linear layers that could "
-            "become experts; name its feed-forward networks by modules=..."
+            "become experts, as convolutions and a norm over the image (ConvNeXt V2) cannot; name "
+            "other feed-forward networks by modules=..."
         )
     if moe_layers is None:
         moe_layers = "every-2" if modules is None else "every-1"

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from torch import nn
 
 from ..checkpoints.description import ENTRY, SOURCE_PREFIXES
-from ..checkpoints.source import Origin, own_numbering
+from ..checkpoints.source import Origin, own_numbering, stated_image_mode
 from ..checkpoints.summary_csv import DamagedTable, read_summary
 from ..console import describe, is_single, shown
 from ..convert.expert_layers import moe_layers, numbers_of_experts, parameters
@@ -130,6 +130,7 @@ class History:
     dataset: str | None = None  # name of the data set for train.py, unless it is a folder of images
     dataset_on_hub: bool = False  # whether that is a name on the Hub
     numbering: str | None = None  # what numbered the classes, unless it is the order of the folders
+    image_mode: str | None = None  # of Pillow, if train.py was told one
     experts: ExpertsRecord | None = None  # that the dense model was made of
     method: str | None = None  # by which it was made
 
@@ -153,7 +154,9 @@ def history_of(model: nn.Module, method: str | None = None) -> History:
         getattr(model, "origin", None), get_pretrained_cfg(model).get("hf_hub_id")
     )
     if history.file is not None:
-        history = replace(history, numbering=own_numbering(model))
+        history = replace(
+            history, numbering=own_numbering(model), image_mode=stated_image_mode(model)
+        )
     experts = None if method is None else ExpertsRecord.of(model)
     return history if experts is None else replace(history, experts=experts, method=method)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
 from ..console import describe
-from ..model_config import is_of_timm, model_input_size
+from ..model_config import get_pretrained_cfg, is_of_timm, model_input_size
 from ..outputs import outputs, tensors_in
 from .formats import equal_with_nan, is_of_transformers
 
@@ -89,9 +89,9 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
         expected = outputs(model, inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(inputs))
+        remedy = _remedy_of_stem(model) or "pass example_inputs that it takes"
         raise ValueError(
-            f"The model does not run on inputs of shape {shapes}; pass example_inputs that it "
-            f"takes: {describe(error)}"
+            f"The model does not run on inputs of shape {shapes}; {remedy}: {describe(error)}"
         ) from error
     if not allow_nonfinite and not all(tensor.isfinite().all() for tensor in tensors_in(expected)):
         raise ValueError(
@@ -99,6 +99,16 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
             "pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
         )
     return expected
+
+
+def _remedy_of_stem(model: nn.Module) -> str | None:
+    """Say what mends a timm model whose first convolution takes other channels than it states."""
+    name = get_pretrained_cfg(model).get("first_conv")
+    weight = getattr(dict(model.named_modules()).get(name), "weight", None)
+    if not is_of_timm(model) or weight is None or weight.shape[1] == model_input_size(model)[0]:
+        return None
+    channels = weight.shape[1]
+    return f"if its images have {channels} channels as {name} has, set model.in_chans = {channels}"
 
 
 def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:

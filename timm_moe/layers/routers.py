@@ -251,7 +251,7 @@ class TopKRouter(RecordingRouter):
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
     def _choose(self, gate: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts' gates and their numbers, (..., K), by gates and logits (..., E).
+        """Return the chosen experts' gates and numbers, (..., K), by gates and logits (..., E).
 
         Rounding may make gates equal whose logits are not, so the logits decide. With a bias on the
         gates they decide between those that are equal.
