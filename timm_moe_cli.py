@@ -64,7 +64,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args, others = commands.parse_known_args(argv)
     if args.command == "report" and len(others) == 1 and not others[0].startswith("-"):
         args.sources = [*args.sources, args.output_dir]
-        args.output_dir = others[0]
+        args.output_dir = os.path.expanduser(others[0])
     elif others:
         commands.error(f"unrecognized arguments: {' '.join(others)}")
     return args
@@ -80,7 +80,7 @@ class _KeyValues(argparse.Action):
                     f"{option_string} takes KEY=VALUE pairs, which end its list at the next "
                     f"option: got {value!r}"
                 )
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *values])
 
 
 # --- one function for each command
@@ -189,7 +189,12 @@ def _compare(parser: argparse.ArgumentParser) -> None:
         "with the first"
     )
     parser.add_argument("sources", nargs="+", metavar="RUN", help=runs)
-    parser.add_argument("--plot", metavar="FILE", help="draw the runs and differences, as a.png")
+    parser.add_argument(
+        "--plot",
+        type=os.path.expanduser,
+        metavar="FILE",
+        help="draw the runs and differences, as a.png",
+    )
     _add_data_options(parser)
     _add_json_options(parser)
 
@@ -197,17 +202,19 @@ def _compare(parser: argparse.ArgumentParser) -> None:
 def _fewshot(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser, "several are an ensemble")
     shots = "images of each class (default: 1 5 10 25)"
-    parser.add_argument(
-        "--shots", type=int, nargs="+", default=[1, 5, 10, 25], metavar="N", help=shots
-    )
+    parser.add_argument("--shots", type=int, nargs="+", action="extend", metavar="N", help=shots)
     draws = "how often they are drawn (default: %(default)s)"
     parser.add_argument("--draws", type=int, default=3, metavar="N", help=draws)
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the draws, of all folders in their order (default: %(default)s)",
     )
     split = "folder that they are drawn from (default: %(default)s)"
     parser.add_argument("--train-split", default="train", metavar="NAME", help=split)
-    _add_data_options(parser, nargs="+", help="folders of images")
+    _add_data_options(parser, nargs="+", action="extend", help="folders of images")
     _add_json_options(parser)
 
 
@@ -225,7 +232,7 @@ def _benefits(parser: argparse.ArgumentParser) -> None:
 def _routes(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser)
     output = "folder for routes.png, routes.csv and routes.json"
-    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help=output)
+    parser.add_argument("output_dir", type=os.path.expanduser, metavar="OUTPUT_DIR", help=output)
     _add_data_options(parser)
     masks = (
         "folder of masks, named as the images in --data-dir, whose pixels are numbers of classes: "
@@ -246,6 +253,7 @@ def _report(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser, "several are shown side by side")
     parser.add_argument(
         "output_dir",
+        type=os.path.expanduser,
         metavar="OUT",
         help="folder for index.html; it may come after the options, too",
     )
@@ -293,7 +301,9 @@ def _add_sources(parser: argparse.ArgumentParser, several: str = "") -> None:
 
 def _add_import(parser: argparse.ArgumentParser, prefix: str) -> None:
     parser.add_argument("prefix", metavar="PREFIX", help=prefix)
-    parser.add_argument("output", metavar="FILE", help="safetensors file to write")
+    parser.add_argument(
+        "output", type=os.path.expanduser, metavar="FILE", help="safetensors file to write"
+    )
     _add_overwrite(parser, "replace the file if it exists")
 
 
@@ -302,7 +312,12 @@ def _add_overwrite(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def _add_json_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
+    parser.add_argument(
+        "--json",
+        type=os.path.expanduser,
+        metavar="FILE",
+        help="write the numbers to this file too",
+    )
     _add_overwrite(parser, "replace the file if it exists")
 
 
@@ -384,12 +399,9 @@ def _add_spec_options(parser: argparse.ArgumentParser) -> None:
     _add_model_options(model)
     images = parser.add_argument_group("images", "preprocessing; goes before what files say")
     images.add_argument("--img-size", type=int, metavar="N", help="height and width in pixels")
-    images.add_argument(
-        "--mean", type=float, nargs="+", metavar="MEAN", help="of the pixels of each channel"
-    )
-    images.add_argument(
-        "--std", type=float, nargs="+", metavar="STD", help="of the pixels of each channel"
-    )
+    pixels = "of the pixels of each channel, which are from 0 to 1"
+    images.add_argument("--mean", type=float, nargs="+", metavar="MEAN", help=pixels)
+    images.add_argument("--std", type=float, nargs="+", metavar="STD", help=pixels)
     images.add_argument(
         "--crop-pct",
         type=float,

@@ -10,13 +10,13 @@ from types import ModuleType
 import pytest
 import timm
 import torch
-from common import ROOT, SMALL_VIT, SMALL_VIT_KWARGS
+from common import ROOT, SMALL_VIT, SMALL_VIT_KWARGS, make_model, write_images
 from safetensors.torch import save_file
 from torch import nn
 
 import timm_moe
 from timm_moe.analysis.info import activation_bytes, byte_text, model_info
-from timm_moe_cli import main
+from timm_moe_cli import main, parser
 
 
 def test_all_public_names_are_there():
@@ -271,6 +271,11 @@ def test_usage_errors(capsys, arguments):
             "moe",
         ),
         (["routes", "moe", "out", "--data-dir", "images", "--threshold", "nan"], "--threshold"),
+        (["routes", "moe", "out", "--data-dir", "images", "--threshold", "25"], "--threshold"),
+        (["routes", "moe", "", "--data-dir", "images"], "empty"),
+        (["report", "moe", "", "--data-dir", "images"], "empty"),
+        (["evaluate", "moe", "--data-dir", "images", "--json", "-"], "--json"),
+        (["info", "vit_tiny_moe", "--model", "vmoe_s32"], "--model"),
         (["export", "a.pth", ""], "empty"),
         (["export", "moe", "moe", "--overwrite"], "moe"),
     ],
@@ -290,6 +295,31 @@ def test_no_option_is_dropped_and_nothing_that_is_read_is_replaced(
         == (tmp_path / "moe/config.json").read_text()
         == "what is read"
     )
+
+
+def test_shots_are_not_tested_on(tmp_path, capsys):
+    write_images(tmp_path, {"train": 2})
+    data = ["--data-dir", str(tmp_path)]
+    assert main(["fewshot", "a.pth", *data, "--split", "train"]) == 1
+    assert "--split and --train-split are one folder" in capsys.readouterr().err
+
+
+def test_a_list_that_is_stated_twice_is_one_list():
+    command = ["fewshot", "a", "--data-dir", "x", "--data-dir", "y", "--shots", "1", "--shots", "5"]
+    args = parser().parse_args([*command, "--model-kwargs", "a=1", "--model-kwargs", "b=2"])
+    assert (args.data_dir, args.shots, args.model_kwargs) == (["x", "y"], [1, 5], ["a=1", "b=2"])
+    assert parser().parse_args(command[:4]).model_kwargs == []
+
+
+def test_sizes_of_a_folder_that_is_called_as_a_model(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.chdir(tmp_path)
+    timm_moe.export_dense(make_model("vit_tiny_ewa_moe"), "vit_tiny_patch16_224")
+    assert main(["info", "vit_tiny_patch16_224"]) == 0
+    assert "5,717,416" in capsys.readouterr().out
+    assert "vit_tiny_patch16_224 is the registered model here; the folder is ./vit" in caplog.text
+    assert main(["info", "./vit_tiny_patch16_224", "vit_tiny_patch16_224"]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head.split() == ["./vit_tiny_patch16_224", "vit_tiny_patch16_224"]
 
 
 def test_the_version(capsys):

@@ -38,6 +38,7 @@ def splits(tmp_path_factory):
     )
     for number, name in enumerate(NAMES[:3]):
         (folder / "val" / f"class{number}").rename(folder / "val" / os.fsdecode(name))
+    (folder / "shots").symlink_to(folder / "val")
     return folder
 
 
@@ -128,7 +129,7 @@ def test_a_reader_that_has_gone_is_no_error_on_windows_either(number, capfd, mon
 
 
 def test_few_shots_are_written_though_nobody_reads_them(command, tmp_path):
-    options = ["--shots", "1", "--draws", "1", "--train-split", "val", "--split", "val"]
+    options = ["--shots", "1", "--draws", "1", "--train-split", "shots", "--split", "val"]
     with closed_pipe():
         assert command("fewshot", "--json", str(tmp_path / "a.json"), *options) == 0
     assert json.loads((tmp_path / "a.json").read_text())["results"][0]["shots"] == 1

@@ -244,6 +244,16 @@ def watch(target, begin, stop, seen):
             seen[weights != first] += 1
 
 
+def test_what_another_process_wrote_meanwhile_is_not_replaced(tmp_path):
+    file = tmp_path / "a.json"
+    write_json(file, {"a": 1}, overwrite=False)
+    before = file.read_text()
+    with pytest.raises(FileExistsError, match="pass --overwrite"):
+        write_json(file, {"a": 2}, overwrite=False)
+    assert file.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
 @pytest.mark.parametrize("new", [True, False])
 @pytest.mark.first_case
 def test_racing_processes_never_mix_what_belongs_together(tmp_path, new):

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import math
 import os
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby, zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ def _export(args: argparse.Namespace) -> None:
         )
         path = result.path
         _show_export(result)
-    show(f'Load it with timm.create_model("local-dir:{path}", pretrained=True).')
+    show(f'Load it with timm.create_model("local-dir:{path.as_posix()}", pretrained=True).')
 
 
 def _show_export(result: Export) -> None:
@@ -285,6 +285,9 @@ def _compare(args: argparse.Namespace) -> None:
     read = [run.source for run in runs]
     _check_file(args, "json", read)
     _check_file(args, "plot", read)
+    outputs = [Path(file).resolve() for file in (args.json, args.plot) if file is not None]
+    if len({*outputs}) < len(outputs):
+        raise ValueError(f"--json and --plot are one file, {args.plot}: name two.")
     if args.plot is not None:
         comparison.check_drawable(args.plot)
     images = image_folder(args.data_dir, args.split, args.class_map)
@@ -295,7 +298,7 @@ def _compare(args: argparse.Namespace) -> None:
     each = [{**asdict(run.run), "seed": run.seed, **run.figures} for run in measured]
     _write_result(args, runs=each, comparisons=[asdict(found) for found in comparisons])
     if args.plot is not None:
-        with written_whole(args.plot) as file:
+        with written_whole(args.plot, args.overwrite) as file:
             comparison.plot(measured, comparisons, file)
 
 
@@ -306,11 +309,19 @@ def _fewshot(args: argparse.Namespace) -> None:
     for folder in args.data_dir:
         training = image_folder(folder, args.train_split, args.class_map)
         test = image_folder(folder, args.split, args.class_map)
+        if training.reader.root == test.reader.root:
+            raise ValueError(
+                f"--split and --train-split are one folder, {test.reader.root}: images that are "
+                "learned from must not be tested on."
+            )
         folders.append(Folder(folder, training, test))
     _check_outside(
         [args.json], *(images for folder in folders for images in (folder.train, folder.test))
     )
-    results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
+    stated = {} if args.shots is None else {"shots": args.shots}
+    results = fewshot(
+        args.sources, folders, **stated, draws=args.draws, seed=args.seed, **_loading(args)
+    )
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])
 
@@ -351,8 +362,8 @@ def _accuracy(role: str, source: str, args: argparse.Namespace) -> float:
 def _routes(args: argparse.Namespace) -> None:
     """Write which experts the tokens of images go to, or of what experts' slots are mixed."""
     check_folder(args.output_dir, ROUTES_FILES, args.overwrite)
-    if not math.isfinite(args.threshold):
-        raise ValueError(f"--threshold must be a number, got {args.threshold}.")
+    if not -1 <= args.threshold <= 1:
+        raise ValueError(f"--threshold is a share, at most 1, got {args.threshold}.")
     loading = _loading(args)
     settings = _settings(args)
     if args.segmentation is not None:
@@ -371,7 +382,8 @@ def _routes(args: argparse.Namespace) -> None:
             settings["images"] = len(images)
             settings["layers"] = [mixture.summary() for mixture in mixtures]
             settings["image"] = images.reader.samples[0][0]
-            write_routes(settings, None, partial(plot_mixtures, mixtures, image), args.output_dir)
+            draw = partial(plot_mixtures, mixtures, image)
+            write_routes(settings, None, draw, args.output_dir, args.overwrite)
             show(args.source, *map(str, mixtures), f"images {len(images):,}")
             return
         all_routes = collect_routes(model, images, loading["inference"])
@@ -383,6 +395,7 @@ def _routes(args: argparse.Namespace) -> None:
         class_shares(all_routes),
         partial(plot, all_routes),
         args.output_dir,
+        args.overwrite,
     )
     show(args.source, *routes_table(summary).split("\n"))
 
@@ -428,7 +441,14 @@ def _report(args: argparse.Namespace) -> None:
     check_folder(args.output_dir, (FILE,), args.overwrite)
     images, ood_images = _images(args)
     _check_outside([args.output_dir], images, ood_images)
-    page = write_report(args.sources, images, args.output_dir, ood_images, **_loading(args))
+    page = write_report(
+        args.sources,
+        images,
+        args.output_dir,
+        ood_images,
+        **_loading(args),
+        overwrite=args.overwrite,
+    )
     show(f"Wrote {page}, {page.stat().st_size / 2**20:.1f} MiB; open it in a browser.")
 
 
@@ -451,8 +471,8 @@ def _check_file(args: argparse.Namespace, option: str, read: Sequence[str]) -> N
     file = getattr(args, option)
     if file is None:
         return
-    if not file:
-        raise ValueError(f"--{option} takes the name of a file, got an empty one.")
+    if file in ("", "-"):
+        raise ValueError(f"--{option} takes the name of a file, got {file!r}.")
     check_writable(file, args.overwrite)
     check_apart(file, [*read, args.class_map])
 
@@ -467,8 +487,7 @@ def _check_outside(outputs: Iterable[str | None], *images: ImageDataset | None) 
 def _write_result(args: argparse.Namespace, **result: Any) -> None:
     """Write a result with its settings, unless there is a file by now that must not be replaced."""
     if args.json:
-        check_writable(args.json, args.overwrite)
-        write_json(args.json, {**_settings(args), **result})
+        write_json(args.json, {**_settings(args), **result}, args.overwrite)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -484,8 +503,8 @@ def _list(args: argparse.Namespace) -> None:
     names = registered_models(args.filter, args.pretrained)
     if not names:
         raise ValueError(
-            f"No model of timm_moe matches {args.filter!r}; a filter may hold wildcards, as "
-            "'*small*'."
+            f"No model of timm_moe {'with pretrained tags ' if args.pretrained else ''}matches "
+            f"{args.filter!r}; a filter may hold wildcards, as '*small*'."
         )
 
     def group(name: str) -> str:
@@ -500,8 +519,12 @@ def _info(args: argparse.Namespace) -> None:
     """Print sizes and costs of models: registered ones, or those that are read."""
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.batch}.")
+    if args.name is not None and all(map(_is_registered, args.models)):
+        raise ValueError("--model is for files that do not name their model: leave it out.")
     spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
     found = [_sizes(model, spec, args.batch) for model in args.models]
+    if len({name for name, _ in found}) < len(found):
+        found = [(source, rows) for source, (_, rows) in zip(args.models, found, strict=True)]
     if len(found) == 1:
         ((name, rows),) = found
         show(name, *(f"  {label:<22} {value}" for label, value in rows.items()))
@@ -530,11 +553,18 @@ def _side_by_side(found: Sequence[tuple[str, dict[str, str]]]) -> Iterator[str]:
             yield f"  {'' if number else label:<22} {'  '.join(padded)}".rstrip()
 
 
+def _is_registered(source: str) -> bool:
+    """Tell if a source is the name of a model, and no path."""
+    is_path = os.path.exists(source) or os.sep in source or source.startswith(SOURCE_PREFIXES)
+    return is_model(source) or not is_path
+
+
 def _sizes(source: str, spec: ModelSpec, batch: int | None) -> tuple[str, dict[str, str]]:
     """Return the name of a model and its sizes, by labels to show."""
-    is_path = os.path.exists(source) or os.sep in source or source.startswith(SOURCE_PREFIXES)
     model, norms = None, ""
-    if is_model(source) or not is_path:
+    if _is_registered(source):
+        if os.path.exists(source):
+            _logger.warning(f"{source} is the registered model here; the folder is ./{source}.")
         info = model_info(source, **spec.args())
     else:
         model = load_source(source, spec)
@@ -565,7 +595,8 @@ def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse
         f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is "
         "loaded by"
     )
-    show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{args.output}")')
+    file = Path(args.output).as_posix()
+    show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{file}")')
     if is_registered_here(imported.name):  # An imported model without experts is timm's own.
         top_k = model_info(imported.name, **imported.kwargs).top_k
         show(

@@ -37,7 +37,10 @@ def check_writable(file: str | Path, overwrite: bool = False) -> None:
 
     Raises:
         OSError: if the file exists and must not be replaced, or cannot be written.
+        ValueError: if it has no name.
     """
+    if str(file) in ("", "."):
+        raise ValueError("The name of a file to write is empty.")
     file = Path(file)
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a folder, where a file must be written.")
@@ -135,7 +138,10 @@ def check_folder(folder: str | Path, names: Sequence[str], overwrite: bool = Fal
 
     Raises:
         OSError: if the folder cannot take the files, or has one that must not be replaced.
+        ValueError: if it has no name.
     """
+    if not str(folder):
+        raise ValueError("The name of a folder to write is empty.")
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; the output must be a folder.")
@@ -245,12 +251,20 @@ def _is_writing(output: Path) -> BlockingIOError:
 
 
 @contextmanager
-def written_whole(file: str | Path) -> Iterator[Path]:
+def written_whole(file: str | Path, overwrite: bool = True) -> Iterator[Path]:
     """Yield a temporary name; what is written there becomes ``file`` if the block succeeds.
 
     If ``file`` is a link, its target is replaced.
+
+    Args:
+        file: the file.
+        overwrite: replace a file that exists, maybe since another process wrote it meanwhile.
+
+    Raises:
+        OSError: if it exists and must not be replaced, or cannot be written.
     """
     with staged(file) as folder:
+        check_writable(file, overwrite)
         partial = folder / Path(file).name
         partial.touch()
         mode = partial.stat().st_mode
@@ -286,15 +300,15 @@ def publish(folder: Path, target: Path, names: Sequence[str]) -> None:
             (target / name).unlink()
 
 
-def write_json(file: str | Path, contents: dict[str, Any]) -> None:
+def write_json(file: str | Path, contents: dict[str, Any], overwrite: bool = True) -> None:
     """Write results, and the versions of the libraries, as JSON.
 
-    NaN and infinity, which JSON lacks, become null.
+    NaN and infinity, which JSON lacks, become null. ``overwrite`` is as for :func:`written_whole`.
     """
     versions = {"timm_moe": __version__, "timm": timm.__version__, "torch": torch.__version__}
     finite = json.loads(
         json.dumps({**contents, "versions": versions}, default=str),
         parse_constant=lambda name: None,
     )
-    with written_whole(file) as partial:
+    with written_whole(file, overwrite) as partial:
         partial.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")

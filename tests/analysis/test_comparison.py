@@ -12,6 +12,7 @@ from scipy.stats import ttest_rel
 from timm.models import save_for_hf
 from train_script import needs_scripts, train
 
+import timm_moe
 from studies.statistics import paired
 from timm_moe.analysis import comparison
 from timm_moe.analysis.comparison import Measured, Run, compare, find_runs, table
@@ -27,7 +28,8 @@ TINY = ("--model-kwargs", *SMALL_VIT_KWARGS, "--img-size", "32", "--num-classes"
 def measured(group, seed, accuracy=0.5, nll=1.0, ece=0.1, right=(True, False), **options):
     figures = {"accuracy": accuracy, "nll": nll, "ece": ece}
     run = Run(f"{group}-{seed}", "", group)
-    return Measured(run, seed, options, figures, torch.tensor(right))
+    recorded = {name: str(value) for name, value in options.items()}
+    return Measured(run, seed, options, recorded, figures, torch.tensor(right))
 
 
 def lines(runs):
@@ -40,7 +42,7 @@ def test_differences_are_paired_by_seed_whatever_the_order():
     runs = [measured("dense", seed, value, nll=2 - value) for seed, value in dense.items()]
     runs += [measured("ewa", seed, value, nll=2.5 - value) for seed, value in ewa.items()]
     (found,) = compare(runs)
-    assert (found.group, found.first, found.seeds, found.only) == ("ewa", "dense", [2, 0, 1], None)
+    assert (found.group, found.first, found.seeds, found.only) == ("ewa", "dense", [0, 1, 2], None)
     expected = ttest_rel([ewa[seed] for seed in range(3)], [dense[seed] for seed in range(3)])
     interval = expected.confidence_interval()
     accuracy = found.differences["accuracy"]
@@ -51,6 +53,8 @@ def test_differences_are_paired_by_seed_whatever_the_order():
     assert "ewa - dense: +1.33 (95 % interval -0.10 to +2.77, 3 pairs), no clear differ" in text
     assert "ewa - dense: +0.4867 (95 % interval +0.4723 to +0.5010, 3 pairs), worse" in text
     assert "dense  42.00  (50.00 55.00 53.00 10.00)" in text
+    assert "  ewa    63.00  (52.00 56.00 54.00 90.00)" in text
+    assert "Without a partner, so in no difference: dense-9, ewa-7." in text
 
 
 def test_a_single_pair_is_compared_image_by_image():
@@ -230,6 +234,7 @@ def test_files_that_are_called_alike_but_for_a_number_are_one_method(tmp_path, e
     [
         (["dense-*", "moe-*"], r"moe-\* is no run"),
         (["dense-0", "dense-*"], r"dense-0/last\.pth\.tar is named twice"),
+        (["dense-0", "output/train/../train/dense-0"], "is named twice"),
         (["dense-0"], r"Two runs .*got 1\."),
     ],
 )
@@ -254,6 +259,23 @@ def test_two_runs_of_a_method_with_one_seed_are_refused(experiments, capsys):
     error = capsys.readouterr().err
     assert "dense-0 and dense-1, runs of dense, " in error
     assert "same seed, 42" in error
+
+
+def test_an_exported_folder_keeps_its_seed_and_options(experiments):
+    """Its name may have another number, or that of something else than a seed."""
+    save_experiments({"dense-0": 3, "dense-1": 4, "ewa-seed0": 3, "ewa-seed1": 4})
+    images = image_folder("data")
+    for number, seed in enumerate((3, 4)):
+        source = f"output/train/ewa-seed{number}/last.pth.tar"
+        timm_moe.export_dense(source, f"exported-{seed + 1}")
+    runs = find_runs(["dense-*", "exported-*"])
+    found = comparison.measure_runs(runs, images, inference=_inference())
+    assert [run.seed for run in found] == [3, 4, 3, 4]
+    same = comparison.measure_runs(find_runs(["dense-*", "ewa-*"]), images, inference=_inference())
+    for name, difference in compare(found)[0].differences.items():
+        assert difference.mean == pytest.approx(compare(same)[0].differences[name].mean, abs=1e-6)
+    assert "dense and exported were trained with different model (" in lines(found)[-1]
+    assert not lines([found[0], same[2]])[-1].startswith("Careful")
 
 
 def test_the_command_writes_the_figures_of_evaluate(experiments, capsys):
@@ -282,6 +304,8 @@ def test_the_command_writes_the_figures_of_evaluate(experiments, capsys):
     assert Image.open("a.png").size[0] > 900
     assert main([*arguments, "--plot", "a.png"]) == 1
     assert "a.png exists; pass --overwrite" in capsys.readouterr().err
+    assert main([*arguments, "--json", "b.png", "--plot", "./b.png"]) == 1
+    assert "--json and --plot are one file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])

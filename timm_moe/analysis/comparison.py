@@ -15,8 +15,9 @@ from timm.data import ImageDataset
 
 from ..checkpoints.description import SOURCE_PREFIXES
 from ..checkpoints.source import ModelSpec
+from ..export.history import history_of
 from ..layers.ensemble import ensemble_log_probabilities
-from .data import Inference, load_classifiers, short_names
+from .data import Inference, load_classifiers, require_different, short_names
 from .evaluation import Figures, predictions
 
 try:
@@ -85,7 +86,9 @@ class Measured:
     Attributes:
         run: the run.
         seed: train.py's, or else the last number in the run's name; None if there is neither.
-        options: train.py's arguments, without those of :data:`OF_A_RUN`, and :data:`LAST_EPOCH`.
+        options: train.py's arguments, without those of :data:`OF_A_RUN`, and :data:`LAST_EPOCH`;
+            empty for an exported folder.
+        recorded: as texts, those of them that an exported folder records.
         figures: accuracy, NLL and ECE, by the names in :data:`FIGURES`.
         right: for each image, whether its class was the most probable one, (N,).
     """
@@ -93,6 +96,7 @@ class Measured:
     run: Run
     seed: int | None
     options: dict[str, Any]
+    recorded: dict[str, str]
     figures: dict[str, float]
     right: torch.Tensor
 
@@ -131,13 +135,10 @@ def find_runs(arguments: Sequence[str]) -> list[Run]:
 
     Raises:
         FileNotFoundError: if one is not there.
-        ValueError: if a run is named twice, or there are fewer than two.
+        ValueError: if a run is named twice, also by another path, or there are fewer than two.
     """
     found = [run for argument in arguments for run in _runs_of(argument)]
-    sources = [source for _, source in found]
-    for source in sources:
-        if sources.count(source) > 1:
-            raise ValueError(f"{source} is named twice: a run cannot be compared with itself.")
+    require_different([source for _, source in found])
     runs = _named(found)
     if len(runs) < 2:
         raise ValueError(f"Two runs at least are compared, got {len(runs)}.")
@@ -231,13 +232,15 @@ def measure_runs(
         (model,), numbered = load_classifiers([run.source], images, spec, use_ema, inference)
         origin = getattr(model, "origin", None)
         train_args = getattr(origin, "train_args", {})
-        stated = train_args.get("seed")
-        seed = _last_number(run.name) if stated is None else stated
+        history = history_of(model)
+        stated = history.options.get("seed")
+        seed = _last_number(run.name) if stated is None else int(stated)
         for other in measured:
             if other.run.group == run.group and other.seed == seed:
                 raise ValueError(
                     f"{other.run.name} and {run.name}, runs of {run.group}, have the same seed, "
-                    f"{seed}: pairs need one of each. Train them with different --seed."
+                    f"{seed}: pairs need one of each. Train them with different --seed, or name "
+                    "them otherwise if the number is no seed."
                 )
         figures, right = Figures(model.num_classes), []  # type: ignore[arg-type]
         for _, log_p_BMC, labels in predictions([model], [run.source], numbered, inference):
@@ -245,11 +248,13 @@ def measure_runs(
             right.append(ensemble_log_probabilities(log_p_BMC).argmax(1) == labels)
         result = figures.result()
         options = {name: value for name, value in train_args.items() if name not in OF_A_RUN}
-        epoch = getattr(origin, "epoch", None)
-        if options and type(epoch) is int:
-            options[LAST_EPOCH] = epoch + 1
+        recorded = {name: text for name, text in history.options.items() if name not in OF_A_RUN}
+        if history.epoch is not None:
+            recorded[LAST_EPOCH] = str(history.epoch + 1)
+            if options:
+                options[LAST_EPOCH] = history.epoch + 1
         found = {name: result[name] for name, *_ in FIGURES}
-        measured.append(Measured(run, seed, options, found, torch.cat(right)))
+        measured.append(Measured(run, seed, options, recorded, found, torch.cat(right)))
     return measured
 
 
@@ -291,10 +296,12 @@ def compare(measured: Sequence[Measured]) -> list[Comparison]:
 
 
 def by_group(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
-    """List the runs of each method, in the order in which they were named."""
+    """List the runs of each method, in the order of their seeds."""
     groups: dict[str, list[Measured]] = {}
     for each in measured:
         groups.setdefault(each.run.group, []).append(each)
+    for group in groups.values():
+        group.sort(key=lambda each: math.inf if each.seed is None else each.seed)
     return groups
 
 
@@ -327,6 +334,7 @@ def table(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> It
                 yield f"  {comparison.group} - {comparison.first}: {text}"
     for comparison in comparisons:
         yield from _notes(comparison)
+        yield from _partnerless(comparison, groups)
     yield from unfinished(measured)
     yield from differing_options(groups)
 
@@ -355,14 +363,24 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         yield f"{names} have two pairs, from which there is no verdict: train a third seed."
 
 
+def _partnerless(comparison: Comparison, groups: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
+    """Yield a line on the runs that are in the means, and not in the differences."""
+    if comparison.only is not None or not comparison.differences:
+        return
+    both = (*groups[comparison.first], *groups[comparison.group])
+    alone = [each.run.name for each in both if each.seed not in comparison.seeds]
+    if alone:
+        yield f"Without a partner, so in no difference: {', '.join(alone)}."
+
+
 def unfinished(measured: Sequence[Measured]) -> Iterator[str]:
     """Yield a warning for each run whose weights are of an earlier epoch than its last one.
 
     Cooldown and cycles of the learning rate only add to train.py's --epochs.
     """
     for each in measured:
-        last, epochs = each.options.get(LAST_EPOCH), each.options.get("epochs")
-        if type(last) is type(epochs) is int and last < epochs:
+        last, epochs = each.recorded.get(LAST_EPOCH, ""), each.recorded.get("epochs", "")
+        if last.isdecimal() and epochs.isdecimal() and int(last) < int(epochs):
             yield f"Careful: the weights of {each.run.name} are of epoch {last} of {epochs}."
 
 
@@ -370,25 +388,28 @@ def differing_options(groups: Mapping[str, Sequence[Measured]]) -> Iterator[str]
     """Yield a line on the options that methods differ in, and a warning if runs of one do."""
     for group, runs in groups.items():
         for each in runs[1:]:
-            if names := _differing(runs[0].options, each.options):
+            if differing := _differing(runs[0], each):
                 yield (
                     f"Careful: {runs[0].run.name} and {each.run.name}, both of {group}, differ "
-                    f"not only in the seed but in {', '.join(names)}."
+                    f"not only in the seed but in {', '.join(differing)}."
                 )
     (first, (base, *_)), *others = groups.items()
     for group, (own, *_) in others:
-        names = _differing(base.options, own.options)
-        if names:
-            values = [
-                f"{name} ({base.options.get(name)}, {own.options.get(name)})" for name in names
-            ]
+        if differing := _differing(base, own):
+            values = [f"{name} ({one}, {other})" for name, (one, other) in differing.items()]
             yield f"{first} and {group} were trained with different {'; '.join(values)}."
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    if not one or not other:  # an exported folder states none
-        return []
-    return [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+def _differing(one: Measured, other: Measured) -> dict[str, tuple[Any, Any]]:
+    """Return the options that two runs differ in, and their values.
+
+    Where one of them is an exported folder, those are compared that such a folder records. Nothing
+    is known of a run that states none.
+    """
+    pairs = (one.options, other.options), (one.recorded, other.recorded)
+    a, b = next(((a, b) for a, b in pairs if a and b), ({}, {}))
+    names = sorted({*a, *b})
+    return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
 
 
 def check_drawable(file: str | Path) -> None:

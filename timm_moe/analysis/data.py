@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.source import ModelSpec, load_source, own_numbering, stated_image_mode
 from ..convert.wrappers import unwrapped
+from ..files import local_path
 from ..model_config import classes_of, moved_class, preprocessing, renamed_class, stated_names
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
 
@@ -115,10 +116,11 @@ def load_classifiers(
     its classes itself, and there is no class map here.
 
     Raises:
-        ValueError: if a model and the images have different numbers of classes, or different
-            numbers for the same class; and as ``open_model``.
+        ValueError: if a source is named twice, if a model and the images have different numbers of
+            classes, or different numbers for the same class; and as ``open_model``.
     """
     inference = inference or Inference()
+    require_different(sources)
     models: list[nn.Module] = []
     by_folder = class_names(images)
     is_stated = getattr(images, "numbers_stated", True)
@@ -213,6 +215,19 @@ def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
             module.train(mode)  # experts hide their network from modules()
         for module, mode in modes.items():
             module.training = mode
+
+
+def require_different(sources: Sequence[Source]) -> None:
+    """Raise ValueError if a file or folder is named twice, also by another path."""
+    seen: set[str] = set()
+    for source in sources:
+        if isinstance(source, nn.Module):
+            continue
+        path = local_path(source)
+        place = str(path.resolve()) if path.exists() else str(source)
+        if place in seen:
+            raise ValueError(f"{source} is named twice: name each model once.")
+        seen.add(place)
 
 
 def describe_source(source: Source) -> str:

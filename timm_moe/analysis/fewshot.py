@@ -121,7 +121,7 @@ def fewshot(
         folders: images to learn from and to classify.
         shots: training images of each class.
         draws: number of draws.
-        seed: of the draws.
+        seed: of the draws, of all folders in their order.
         spec: as for ``load_source``.
         use_ema: as for ``load_source``.
         inference: settings of the forwards.

@@ -94,7 +94,7 @@ def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
         folders = sorted(path.name for path in Path(data_dir).iterdir() if path.is_dir())
         raise FileNotFoundError(
             f"{data_dir} has no split {split!r}; its folders begin with {', '.join(folders[:5])}: "
-            "name one with --split, or --split '' if they are the classes."
+            "name one with --split, or --split . if they are the classes."
         )
     return dataset
 

@@ -25,6 +25,8 @@ def byte_text(number: float) -> str:
     """Write a number of bytes in GB, MB or kB, powers of ten."""
     if number < 1e6:
         return f"{number / 1e3:.0f} kB"
+    if number < 1e7:
+        return f"{number / 1e6:.1f} MB"
     return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
 
 

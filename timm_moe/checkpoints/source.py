@@ -158,7 +158,8 @@ def load_source(
     if isinstance(source, nn.Module):
         if spec.preprocessing:
             return own_copy(source, spec)
-        _log_images_of(unwrapped(source))
+        if is_of_timm(unwrapped(source)):
+            _log_images_of(unwrapped(source))
         return source
 
     path = folder_of(source)
@@ -214,8 +215,9 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
         )
     if use_ema:
         _warn_of_one_kind(f"This {type(model).__name__}")
-    drop_tests_of_timm(model)
-    _log_images_of(model, state_preprocessing(model, spec.preprocessing) if spec else ())
+    if is_of_timm(model):
+        drop_tests_of_timm(model)
+        _log_images_of(model, state_preprocessing(model, spec.preprocessing) if spec else ())
     return model
 
 
@@ -243,17 +245,16 @@ def _require_stored(model: nn.Module) -> None:
 
 
 def _log_images_of(model: nn.Module, stated: Iterable[str] = ()) -> None:
-    """Log the preprocessing of a model in memory, if it has one.
+    """Log the preprocessing of a timm model in memory.
 
     Args:
         model: without wrappers.
         stated: entries that the user states.
     """
-    if is_of_timm(model):
-        origins = dict.fromkeys(preprocessing(model), "its pretrained_cfg")
-        _log_images(
-            model, f"this {type(model).__name__}", {**origins, **dict.fromkeys(stated, "stated")}
-        )
+    origins = dict.fromkeys(preprocessing(model), "its pretrained_cfg")
+    _log_images(
+        model, f"this {type(model).__name__}", {**origins, **dict.fromkeys(stated, "stated")}
+    )
 
 
 def _warn_of_one_kind(name: str) -> None:

@@ -298,8 +298,7 @@ def write_imported(
     output: Path, overwrite: bool, name: str, kwargs: dict[str, Any], state_dict: dict[str, Tensor]
 ) -> ImportedModel:
     """Write weights with the model that they are of."""
-    with written_whole(output) as partial:
-        check_writable(output, overwrite)  # another process may have written it meanwhile
+    with written_whole(output, overwrite) as partial:
         try:
             save_file(
                 state_dict,

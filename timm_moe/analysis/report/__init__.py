@@ -46,6 +46,7 @@ def write_report(
     spec: ModelSpec | None = None,
     use_ema: bool = False,
     inference: Inference | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Run classifiers on images and write a page about them that needs no network, ``index.html``.
 
@@ -60,13 +61,14 @@ def write_report(
         spec: model to create for files that do not name it.
         use_ema: take the EMA weights of train.py's checkpoints.
         inference: settings of the forwards.
+        overwrite: replace a page that is there.
 
     Returns:
         The page.
 
     Raises:
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
-        OSError: if the page cannot be written.
+        OSError: if the page exists and must not be replaced, or cannot be written.
     """
     chart_library()  # It may end the process, so it starts before the models run on images.
     inference = inference or Inference()
@@ -109,7 +111,7 @@ def write_report(
         [*sections, {"": classifier_section(observations)}],
     )
     file = Path(output_dir) / FILE
-    with written_whole(file) as partial:
+    with written_whole(file, overwrite) as partial:
         # The name of a file may hold bytes that are no text.
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     return file

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...console import printable
-from ...files import publish, staged, write_json
+from ...files import check_folder, publish, staged, write_json
 from .mixtures import Mixture
 from .statistics import Routes
 
@@ -66,6 +66,7 @@ def write_routes(
     rows: Iterable[Sequence[Any]] | None,
     draw: Callable[[Path], None],
     output_dir: str | Path,
+    overwrite: bool = False,
 ) -> None:
     """Write ``routes.json``, ``routes.csv`` and ``routes.png`` to a folder.
 
@@ -76,8 +77,13 @@ def write_routes(
         rows: of the CSV file; None for no such file.
         draw: draws the plot.
         output_dir: folder to make or fill. An old plot does not stay beside new numbers.
+        overwrite: replace results that are there, maybe since another process wrote them meanwhile.
+
+    Raises:
+        OSError: if there are some and they must not be replaced, or the folder cannot be written.
     """
     with staged(output_dir) as temporary:
+        check_folder(output_dir, FILES, overwrite)
         folder = temporary / "routes"
         folder.mkdir()
         write_json(folder / "routes.json", contents)
