@@ -232,11 +232,10 @@ def test_results_of_newer_train_py(checkpoints, tmp_path, task):
     assert f"| {name} | 51.25 |" in pushed.card
     assert ("`asl`" in pushed.card, f"`{task}`" in pushed.card) == (True, True)
     folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit").path
-    is_multilabel = (
-        json.loads((folder / "config.json").read_text()).get("problem_type")
-        == "multi_label_classification"
-    )
-    assert is_multilabel == (task == "multilabel")
+    again = timm_moe.export_dense(folder, tmp_path / "again").path
+    for each in (folder, again):
+        problem = json.loads((each / "config.json").read_text()).get("problem_type")
+        assert (problem == "multi_label_classification") == (task == "multilabel")
 
 
 def test_card_names_the_pretrained_weights_and_their_licence(checkpoint, tmp_path):
@@ -251,6 +250,30 @@ def test_card_names_the_pretrained_weights_and_their_licence(checkpoint, tmp_pat
     torch.save(content, tmp_path / "last.pth.tar")
     metadata = front_matter(push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card)
     assert not {"base_model", "license"} & metadata.keys()
+
+
+def test_weights_of_a_repository_are_the_base_and_not_timms_own(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].pretrained, content["args"].model = True, "hf-hub:someone/other@v1"
+    torch.save(content, tmp_path / "last.pth.tar")
+    spec = ModelSpec("vit_tiny_ewa_moe")
+    card = push_dense(tmp_path / "last.pth.tar", "user/vit", spec=spec, dry_run=True).card
+    assert front_matter(card)["base_model"] == "someone/other"
+    assert "license" not in front_matter(card)
+
+
+def test_another_licence_than_that_of_the_pretrained_weights_is_told(checkpoint, tmp_path, caplog):
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].pretrained = True
+    torch.save(content, tmp_path / "last.pth.tar")
+    timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit", license="mit")
+    assert "licence mit, but the pretrained weights have apache-2.0" in caplog.text
+    card = push_folder(tmp_path / "vit", "user/vit", dry_run=True).card
+    assert "mit, as its config.json states.\n\nThe pretrained weights have apache-2.0.\n" in card
+
+
+def test_a_card_without_papers_has_no_heading_for_them(dense_vit):
+    assert "## Citation" not in push_dense(dense_vit, "user/vit", dry_run=True).card
 
 
 def test_models_in_memory():
@@ -517,7 +540,7 @@ def test_a_strangers_way_to_code_is_not_published(strange, monkeypatch):
     folder = strange(lambda config: config.update(auto_map={"AutoModel": "evil/repo--evil.Evil"}))
     uploaded = {}
 
-    def commit(api, files, settings):
+    def commit(api, files, library, settings):
         uploaded.update(
             {
                 name: file if isinstance(file, bytes) else file.read_bytes()
@@ -554,7 +577,7 @@ def test_the_ratio_of_an_svd_is_the_one_that_is_asked_for(
 ):
     file, uploaded = checkpoints["vit_tiny_moe"], {}
 
-    def commit(api, files, settings):
+    def commit(api, files, library, settings):
         uploaded.update(load_bytes(files["model.safetensors"].read_bytes()))
         return None, None
 

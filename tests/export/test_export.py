@@ -298,6 +298,18 @@ def test_dynamic_image_size_keeps_the_size_of_the_config(tmp_path):
     assert config["pretrained_cfg"]["input_size"] == [3, 64, 64]
 
 
+def test_an_image_processor_of_before_does_not_stay_beside_the_model(ewa_vit, tmp_path):
+    """transformers would take it in place of the preprocessing of the new model."""
+    for name in ("preprocessor_config.json", "processor_config.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    timm_moe.export_dense(ewa_vit, tmp_path, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "notes.txt",
+    }
+
+
 def test_a_full_folder_is_replaced_only_when_asked(ewa_vit, tmp_path):
     (tmp_path / "vit").mkdir()
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")  # an empty one is used

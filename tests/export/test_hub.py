@@ -282,9 +282,15 @@ def test_nothing_new_is_no_commit(hub, server, checkpoint):
     assert "/user/vit/commit/" in hub.push(checkpoint, "user/vit", "--license", "mit")
 
 
-def test_an_adapter_of_before_does_not_stay_beside_the_model(hub, server, checkpoint):
+def test_what_would_change_the_model_does_not_stay_beside_the_model(hub, server, checkpoint):
     repository = server.create("user/vit")
-    names = ("adapter_config.json", "adapter_model.safetensors", "notes.txt")
+    names = (
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "notes.txt",
+    )
     parent = repository.revisions["main"]
     repository.add_commit("main", parent, "Adapter", dict.fromkeys(names, server.keep_blob(b"{}")))
     hub.push(checkpoint, "user/vit")
@@ -356,7 +362,8 @@ def test_where_nothing_can_be_pushed(hub, server, checkpoint):
     assert "user/public is there already" in hub.refused(checkpoint, "user/public", "--private")
     assert server.messages("user/public") == ["initial commit"]
     sentence = hub.refused(checkpoint, "user/vit", "--license", "my-own")
-    assert 'README.md. - "license" must be' in sentence
+    assert 'README.md: "license" must be one of [apache-2.0, ...], got my-own' in sentence
+    assert "user/vit" not in server.repositories
     server.faults.quota = 1000
     assert "user/vit: Private repository storage" in hub.refused(checkpoint, "user/vit")
     assert server.messages("user/vit") == ["initial commit"]

@@ -16,7 +16,13 @@ import torch
 from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
-from ..checkpoints.source import ModelSpec, load_source, own_numbering, stated_image_mode
+from ..checkpoints.source import (
+    ModelSpec,
+    load_source,
+    own_numbering,
+    stated_image_mode,
+    stated_task,
+)
 from ..convert.wrappers import unwrapped
 from ..files import local_path
 from ..model_config import classes_of, moved_class, preprocessing, renamed_class, stated_names
@@ -130,7 +136,7 @@ def load_classifiers(
             _logger.info("Loading %s ...", source)
         model, name = open_model(source, spec, use_ema, inference), describe_source(source)
         args: dict[str, str] = getattr(model, "args_of_images", {})
-        if args.get("task") == "multilabel":
+        if stated_task(model) == "multilabel":
             raise ValueError(
                 f"{name} was trained with several labels for an image; only one can be measured "
                 "here."

@@ -544,12 +544,28 @@ def own_numbering(model: nn.Module) -> str | None:
 
 def stated_image_mode(model: nn.Module) -> str | None:
     """Return the mode of Pillow of a model's images in its training, if train.py was told one."""
+    return _stated_of_images(model, "input_img_mode", "image_mode")
+
+
+def stated_task(model: nn.Module) -> str | None:
+    """Return the task of a model's training, if train.py was told one, as ``"multilabel"``."""
+    return _stated_of_images(model, "task", "task")
+
+
+def _stated_of_images(model: nn.Module, argument: str, entry: str) -> str | None:
+    """Return what a model's trainer was told of images.
+
+    Args:
+        model: a loaded model.
+        argument: its name for train.py.
+        entry: its name in the config.json of an exported folder.
+    """
     origin = getattr(model, "origin", None)
     recorded = origin.recorded if isinstance(origin, Origin) else None
-    if isinstance(recorded, dict) and isinstance(recorded.get("image_mode"), str):
-        return recorded["image_mode"]
+    if isinstance(recorded, dict) and isinstance(recorded.get(entry), str):
+        return recorded[entry]
     args: dict[str, str] = getattr(model, "args_of_images", {})
-    return args.get("input_img_mode")
+    return args.get(argument)
 
 
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:

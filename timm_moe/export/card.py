@@ -153,7 +153,7 @@ def card(facts: Facts, history: History, options: PushOptions) -> str:
         license=_license(facts, history, stated=bool(options.license)),
         citation=_citation(facts, experts, method),
     )
-    return re.sub(r"## \w+\n\n\n+", "", text).rstrip() + "\n"  # without empty sections
+    return re.sub(r"## \w+\n\n\n+", "", f"{text}\n\n").rstrip() + "\n"  # without empty sections
 
 
 def _title(options: PushOptions) -> str:
@@ -258,9 +258,16 @@ def _results(history: History, metrics: dict[str, float], images: str | None, st
 def _license(facts: Facts, history: History, stated: bool) -> str:
     if not facts.license:
         return "Not stated: ask the publisher before you use the weights."
-    origin = ", that of the pretrained weights." if history.base else ", as its config.json states."
-    name = facts.license if is_abbreviation(facts.license) else f"`{public(facts.license)}`"
-    return name + ("" if stated else origin)
+    name, of_base = _license_name(facts.license), history.base_license
+    if of_base == facts.license:
+        return name if stated else f"{name}, that of the pretrained weights."
+    text = name if stated else f"{name}, as its config.json states."
+    return f"{text}\n\nThe pretrained weights have {_license_name(of_base)}." if of_base else text
+
+
+def _license_name(license: str) -> str:
+    """Write a licence as text for Markdown."""
+    return license if is_abbreviation(license) else f"`{public(license)}`"
 
 
 def _citation(facts: Facts, experts: ExpertsRecord | None, method: str | None) -> str:

@@ -23,7 +23,14 @@ from .verify import compare, inputs_for, source_outputs
 _logger = logging.getLogger(__name__)
 
 #: Files of a PEFT adapter, which transformers would apply to any model beside them.
-ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+#: Files of an image processor, which transformers prefers to the preprocessing of timm's config.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+def files_of_others(library: str) -> tuple[str, ...]:
+    """Return the files of an earlier model that would change what a library makes of a new one."""
+    return (*_ADAPTERS, *_PROCESSORS) if library == "timm" else _ADAPTERS
 
 
 @dataclass(frozen=True)
@@ -322,6 +329,5 @@ def _write(
         model = layout.read(folder)
         difference = compare(expected, model, inputs)
         names = sorted({file.name for file in folder.iterdir()} - {"config.json"})
-        # Adapters of the model that was there before are deleted.
-        publish(folder, target, [*ADAPTERS, *names, "config.json"])
+        publish(folder, target, [*files_of_others(layout.library), *names, "config.json"])
     return Written(layout, model, difference, exact)

@@ -200,8 +200,12 @@ def _describe(model: nn.Module, settings: ModelOptions, history: History) -> dic
     origin: Any = getattr(model, "origin", None)
     # The licence in the config of a model without a folder is that of timm's weights.
     has_config = origin is not None and not origin.is_file
-    is_known = has_config or history.base is not None
-    license = settings.license or (cfg.get("license") if is_known else None)
+    license = settings.license or (cfg.get("license") if has_config else history.base_license)
+    if settings.license and history.base_license not in (None, settings.license):
+        _logger.warning(
+            f"You state the licence {settings.license}, but the pretrained weights have "
+            f"{history.base_license}: make sure that it allows that."
+        )
     # The entries that are taken out may be those of the weights that training began from.
     change_pretrained_cfg(
         model, tag=None, license=license or None, label_names=None, label_descriptions=None
@@ -213,7 +217,7 @@ def _describe(model: nn.Module, settings: ModelOptions, history: History) -> dic
             num_classes=model.num_classes,
             custom_load=False,
         )
-    if getattr(model, "args_of_images", {}).get("task") == "multilabel":
+    if history.task == "multilabel":
         entries["problem_type"] = "multi_label_classification"  # for transformers
     return entries
 

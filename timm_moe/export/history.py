@@ -6,6 +6,7 @@ An export records them in the config.json beside the weights.
 import hashlib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 from torch import nn
 
 from ..checkpoints.description import ENTRY, SOURCE_PREFIXES
-from ..checkpoints.source import Origin, own_numbering, stated_image_mode
+from ..checkpoints.source import Origin, own_numbering, stated_image_mode, stated_task
 from ..checkpoints.summary_csv import DamagedTable, read_summary
 from ..console import describe, is_single, shown
 from ..convert.expert_layers import moe_layers, numbers_of_experts, parameters
@@ -125,12 +126,14 @@ class History:
     ema: bool = False  # whether these are the EMA weights
     metrics: dict[str, int | float] = field(default_factory=dict)  # from train.py's summary.csv
     base: str | None = None  # name on the Hub of the pretrained weights that training began from
+    base_license: str | None = None  # of these weights, where timm knows it
     # Other weights that training began from: a file, or the folder of a gathered student
     start: str | None = None
     dataset: str | None = None  # name of the data set for train.py, unless it is a folder of images
     dataset_on_hub: bool = False  # whether that is a name on the Hub
     numbering: str | None = None  # what numbered the classes, unless it is the order of the folders
     image_mode: str | None = None  # of Pillow, if train.py was told one
+    task: str | None = None  # "multilabel", or None where an image has one class
     experts: ExpertsRecord | None = None  # that the dense model was made of
     method: str | None = None  # by which it was made
 
@@ -150,25 +153,26 @@ def history_of(model: nn.Module, method: str | None = None) -> History:
         model: the loaded model.
         method: by which one network is going to be made of its experts, if it has any.
     """
-    history = _history_of(
-        getattr(model, "origin", None), get_pretrained_cfg(model).get("hf_hub_id")
-    )
+    history = _history_of(getattr(model, "origin", None), get_pretrained_cfg(model))
     if history.file is not None:
         history = replace(
-            history, numbering=own_numbering(model), image_mode=stated_image_mode(model)
+            history,
+            numbering=own_numbering(model),
+            image_mode=stated_image_mode(model),
+            task=stated_task(model),
         )
     experts = None if method is None else ExpertsRecord.of(model)
     return history if experts is None else replace(history, experts=experts, method=method)
 
 
-def _history_of(origin: Origin | None, pretrained: str | None) -> History:
+def _history_of(origin: Origin | None, cfg: Mapping[str, Any]) -> History:
     if origin is None:
         return History()
     if origin.folder is not None:
         return recorded_history(origin) or History(public(origin.folder.absolute()))
     if "model" not in origin.train_args:
         return History(public(origin.place), ema=origin.ema)
-    return _history_of_run(origin, pretrained)
+    return _history_of_run(origin, cfg)
 
 
 def recorded_history(origin: Origin) -> History | None:
@@ -241,23 +245,28 @@ def digest(folder: Path) -> str | None:
     return found.hexdigest()
 
 
-def _history_of_run(origin: Origin, pretrained: str | None) -> History:
+def _history_of_run(origin: Origin, cfg: Mapping[str, Any]) -> History:
     """Return the history of a run of train.py.
 
     Args:
         origin: of its checkpoint.
-        pretrained: name on the Hub of the weights that timm has for the model.
+        cfg: pretrained config of its model, which names the weights that timm has for it.
     """
     args = origin.train_args
     replaced = _stated_start(args)
     # Without --pretrained timm draws weights, also for a model that a folder describes.
     model = str(args["model"])
-    start, base = replaced, None
+    start, base, base_license = replaced, None, None
     if args.get("pretrained") and not replaced:
-        if HUB_NAME.fullmatch(pretrained or "") and not model.startswith("local-dir:"):
-            base = pretrained
+        name = re.sub("^hf[-_]hub:", "", model).partition("@")[0]
+        if name != model and HUB_NAME.fullmatch(name):
+            base = name
         elif model.startswith(SOURCE_PREFIXES):
             start = model
+        # The user may have stated another model than the file.
+        elif model.partition(".")[0] == cfg.get("architecture"):
+            named = HUB_NAME.fullmatch(cfg.get("hf_hub_id") or "")
+            base, base_license = (named.group(), cfg.get("license")) if named else (None, None)
     reader, dataset = _named_dataset(args)
 
     epoch = origin.epoch if type(origin.epoch) is int and is_single(origin.epoch) else None
@@ -270,6 +279,7 @@ def _history_of_run(origin: Origin, pretrained: str | None) -> History:
         ema=origin.ema,
         metrics=metrics if measures_ema(args) == origin.ema else {},
         base=base,
+        base_license=base_license,
         start=public(start) if start else None,
         dataset=dataset,
         dataset_on_hub=dataset is not None and reader in _HUB_READERS,

@@ -8,12 +8,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import get_session
 from torch import nn
@@ -26,9 +26,9 @@ from ..files import local_path, require_file
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import (
-    ADAPTERS,
     Written,
     checked_format,
+    files_of_others,
     opened,
     require_finite_weights,
     write_dense,
@@ -250,7 +250,8 @@ def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfAp
     if config != json.loads(text):
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     facts = timm_facts(load_checked(copy, "timm"), settings)
-    return _publish(copy, card(facts, history or History(public(copy)), settings), settings, api)
+    text = card(facts, history or History(public(copy)), settings)
+    return _publish(copy, text, facts.library, settings, api)
 
 
 def _publish_dense(
@@ -271,13 +272,16 @@ def _publish_written(
         facts = timm_facts(written.model, settings)
     else:
         facts = foreign_facts(written, made, settings)
-    return _publish(made, card(facts, written.layout.history, settings), settings, api)
+    text = card(facts, written.layout.history, settings)
+    return _publish(made, text, facts.library, settings, api)
 
 
 # --- the Hub
 
 
-def _publish(folder: Path, card: str, settings: PushOptions, api: HfApi | None) -> Push:
+def _publish(
+    folder: Path, card: str, library: str, settings: PushOptions, api: HfApi | None
+) -> Push:
     """Upload the files of a folder, and the card unless there is a README.md among them."""
     files: dict[str, Path | bytes] = {file.name: file for file in sorted(folder.iterdir())}
     own = files.pop("README.md", None)
@@ -291,7 +295,7 @@ def _publish(folder: Path, card: str, settings: PushOptions, api: HfApi | None) 
     if api is not None:
         _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, settings.repo_id)
         with _asking_the_hub(settings):
-            url, revision = _commit(api, files, settings)
+            url, revision = _commit(api, files, library, settings)
     repo_url = f"{HfApi().endpoint}/{settings.repo_id}"
     # The Hub names the revision of a pull request.
     model_name = replace(settings, revision=revision).model_name
@@ -322,14 +326,21 @@ def _log_in(settings: PushOptions) -> HfApi | None:
 
 
 def _commit(
-    api: HfApi, files: dict[str, Path | bytes], settings: PushOptions
+    api: HfApi, files: dict[str, Path | bytes], library: str, settings: PushOptions
 ) -> tuple[str | None, str | None]:
     """Make one commit.
+
+    Args:
+        api: client of the Hub.
+        files: by their names in the repository.
+        library: library that loads the model.
+        settings: of the push.
 
     Returns:
         The commit's URL, or None where the files are there already; and the revision to load.
     """
     repo_id, revision = settings.repo_id, settings.revision
+    _require_valid(files["README.md"])
     try:
         is_private = api.model_info(repo_id, timeout=PATIENCE).private
     except RepositoryNotFoundError:
@@ -343,7 +354,8 @@ def _commit(
     if revision is not None and not settings.create_pr and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     last = api.model_info(repo_id, revision=revision, timeout=PATIENCE)
-    stale = sorted({file.rfilename for file in last.siblings or ()} & {*ADAPTERS})
+    there = {file.rfilename for file in last.siblings or ()}
+    stale = sorted(there.intersection(files_of_others(library)) - files.keys())
     if stale:
         _logger.info(
             "Deleting %s, which transformers would apply to the new model ...", " and ".join(stale)
@@ -364,6 +376,21 @@ def _commit(
     if commit.pr_url:
         return commit.pr_url, commit.pr_revision
     return commit.commit_url, revision
+
+
+def _require_valid(card: Any) -> None:
+    """Ask the Hub about a card, before a repository is made for it.
+
+    Raises:
+        ValueError: if it rejects the card.
+    """
+    try:
+        ModelCard(card.decode()).validate()
+    except ValueError as error:
+        answer = str(error)
+        with suppress(LookupError, TypeError, ValueError):
+            answer = "; ".join(each["message"] for each in json.loads(answer)["errors"])
+        raise ValueError(f"README.md: {answer}") from error
 
 
 @contextmanager
