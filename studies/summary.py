@@ -43,6 +43,10 @@ ROWS = (
         (("twenty", EWA), ("recipe", to_dense("EWA, linear", "", "strong"))),
         is_pooled=True,
     ),
+    Row(
+        "EWA whose experts differ more, strong recipe",
+        _of("twenty", *compare(("EWA, 0.1 every ten steps",), "", ("dense",))),
+    ),
     Row("EWA, fine-tuning by AdamW (primary)", _of("adamw", *EWA)),
     Row(
         "EWA, six other trainings",
