@@ -300,8 +300,10 @@ def test_no_option_is_dropped_and_nothing_that_is_read_is_replaced(
 def test_shots_are_not_tested_on(tmp_path, capsys):
     write_images(tmp_path, {"train": 2})
     data = ["--data-dir", str(tmp_path)]
-    assert main(["fewshot", "a.pth", *data, "--split", "train"]) == 1
-    assert "--split and --train-split are one folder" in capsys.readouterr().err
+    (tmp_path / "same").symlink_to(tmp_path / "train")
+    for split in ("train", "./train", "same"):
+        assert main(["fewshot", "a.pth", *data, "--split", split]) == 1
+        assert "--split and --train-split are one folder" in capsys.readouterr().err
 
 
 def test_a_list_that_is_stated_twice_is_one_list():

@@ -33,7 +33,7 @@ from .analysis.data import (
     load_classifiers,
     open_model,
 )
-from .analysis.fewshot import Folder, fewshot
+from .analysis.fewshot import SHOTS, Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
 from .analysis.info import activation_bytes, byte_text, measure, model_info
 from .analysis.norms import norm_divergence
@@ -232,18 +232,19 @@ def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _warn_of_missing_classes(data_dir: str, names: list[str]) -> None:
-    """Warn if the images that train.py measures have other classes than the training.
+    """Warn if a class has another number in the images that train.py measures.
 
     train.py numbers the classes of each split by themselves.
     """
     try:
         images = image_folder(data_dir, "validation")
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return
-    if class_names(images) != names:
+    measured = class_names(images)
+    if measured != names[: len(measured)]:
         _logger.warning(
             f"{images.reader.root} has other classes than the training, and train.py numbers them "
-            "without regard to those: the accuracy that it logged is of other labels. Measure it "
+            "without regard to those: an accuracy that it logged is of other labels. Measure it "
             "by timm-moe evaluate with --class-map, and state it to timm-moe push by --metrics."
         )
 
@@ -309,7 +310,7 @@ def _fewshot(args: argparse.Namespace) -> None:
     for folder in args.data_dir:
         training = image_folder(folder, args.train_split, args.class_map)
         test = image_folder(folder, args.split, args.class_map)
-        if training.reader.root == test.reader.root:
+        if Path(training.reader.root).resolve() == Path(test.reader.root).resolve():
             raise ValueError(
                 f"--split and --train-split are one folder, {test.reader.root}: images that are "
                 "learned from must not be tested on."
@@ -318,10 +319,8 @@ def _fewshot(args: argparse.Namespace) -> None:
     _check_outside(
         [args.json], *(images for folder in folders for images in (folder.train, folder.test))
     )
-    stated = {} if args.shots is None else {"shots": args.shots}
-    results = fewshot(
-        args.sources, folders, **stated, draws=args.draws, seed=args.seed, **_loading(args)
-    )
+    args.shots = args.shots or SHOTS
+    results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])
 
@@ -363,7 +362,7 @@ def _routes(args: argparse.Namespace) -> None:
     """Write which experts the tokens of images go to, or of what experts' slots are mixed."""
     check_folder(args.output_dir, ROUTES_FILES, args.overwrite)
     if not -1 <= args.threshold <= 1:
-        raise ValueError(f"--threshold is a share, at most 1, got {args.threshold}.")
+        raise ValueError(f"--threshold is a share from -1 to 1, got {args.threshold}.")
     loading = _loading(args)
     settings = _settings(args)
     if args.segmentation is not None:

@@ -478,13 +478,20 @@ class TestModes:
 
     def test_a_model_of_four_channels_in_memory_sees_transparency(self, folder):
         model = make_model("vit_tiny_patch16_224", in_chans=4)
-        assert evaluate([model], image_folder(folder), inference=HERE)["images"] == 10
+        opaque = evaluate([model], image_folder(folder), inference=HERE)["nll"]
+        for file in folder.glob("val/*/*.png"):
+            image = Image.open(file).convert("RGBA")
+            image.putalpha(100)
+            image.save(file)
+        assert evaluate([model], image_folder(folder), inference=HERE)["nll"] != opaque
 
     def test_more_than_eight_bits_are_refused(self, folder):
         """Pillow would make all of them white."""
         file = folder / "val/class1/0.png"
-        Image.new("I;16", (32, 32), 20_000).save(file)
         model = make_model("vit_tiny_patch16_224", in_chans=1)
+        Image.new("I;16", (32, 32), 255).save(file)
+        evaluate([model], image_folder(folder), inference=HERE)
+        Image.new("I;16", (32, 32), 256).save(file)
         with pytest.raises(ValueError, match=r"class1/0\.png cannot be read: .*more than 8 bits"):
             evaluate([model], image_folder(folder), inference=HERE)
 

@@ -13,7 +13,7 @@ IMAGES = "--data-dir {images} --split test --device cpu --workers 0"
 COMMANDS = (
     "info {file}",
     f"evaluate {{file}} {IMAGES}",
-    f"fewshot {{file}} {IMAGES} --train-split test --shots 1",
+    f"fewshot {{file}} {IMAGES} --shots 1",
     f"compare {{file}} {{twin}} {IMAGES}",
     f"benefits --teacher {{file}} --student 5 --dense 1 {IMAGES}",
     f"routes {{file}} {{out}}/routes {IMAGES}",
@@ -26,7 +26,7 @@ COMMANDS = (
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory):
     classes = [f"class{number}" for number in range(5)]
-    return write_images(tmp_path_factory.mktemp("images"), {"test": 2}, classes)
+    return write_images(tmp_path_factory.mktemp("images"), {"train": 1, "test": 2}, classes)
 
 
 @pytest.fixture

@@ -204,8 +204,11 @@ def test_a_stem_that_was_replaced_gets_its_remedy(ewa_vit, tmp_path):
 def test_a_pruned_model_is_told_to_keep_its_weights(ewa_vit, tmp_path):
     qkv = ewa_vit.blocks[0].attn.qkv
     torch.nn.utils.prune.l1_unstructured(qkv, "weight", 0.5)
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv has a hook .*prune\.remove"):
-        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv has a hook .*prune\.remove"):
+            timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+        with torch.no_grad():  # Then its weights have no graph.
+            ewa_vit(torch.randn(1, 3, 32, 32))
     torch.nn.utils.prune.remove(qkv, "weight")
     assert timm_moe.export_dense(ewa_vit, tmp_path / "vit").largest_difference == 0
 
@@ -240,6 +243,16 @@ def test_images_that_a_loop_of_ones_own_states_are_those_of_validate_py(tmp_path
     assert of_tests["input_size"] == stated.get("input_size", (3, 288, 288))
     size = " ".join(map(str, stated.get("input_size", (3, 224, 224))))
     assert f"Images for this ConvNeXt: input_size {size}" in caplog.text
+    timm_moe.export_dense(loaded, tmp_path / "again")  # Its config has lists in place of tuples.
+    again = timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True)
+    assert timm.data.resolve_data_config({}, model=again, use_test_size=True) == of_tests
+
+
+def test_a_tag_that_timm_does_not_know_is_no_error(tmp_path):
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", pretrained_cfg_overlay={"tag": "mine"}, **SMALL_VIT
+    )
+    assert timm_moe.export_dense(model, tmp_path / "vit").largest_difference == 0
 
 
 def test_a_feature_extractor_is_refused_before_the_work(tmp_path, monkeypatch):

@@ -234,7 +234,7 @@ def measure_runs(
         train_args = getattr(origin, "train_args", {})
         history = history_of(model)
         stated = history.options.get("seed")
-        seed = _last_number(run.name) if stated is None else int(stated)
+        seed = int(stated) if stated and stated.isdecimal() else _last_number(run.name)
         for other in measured:
             if other.run.group == run.group and other.seed == seed:
                 raise ValueError(

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from timm.data import ImageDataset, create_dataset
 from timm.utils import natural_key
@@ -233,7 +234,8 @@ def read_image(file: Any, mode: str | None = None) -> Image.Image:
             require_file(Path(file))
         image: Image.Image = Image.open(file, formats=FORMATS)
         image.load()
-        if mode is not None and image.mode.startswith(("I", "F")):
+        is_wide = image.mode.startswith(("I", "F"))
+        if is_wide and mode not in (None, image.mode) and np.asarray(image).max() > 255:
             raise ValueError(
                 f"it has more than 8 bits in a channel (mode {image.mode}), of which timm, in "
                 "train.py too, makes white: write 8 bits."

@@ -18,7 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ..console import describe, shortened, shown_name
-from ..convert.check import computed_by
+from ..convert.check import computed_by, computing_hook
 from ..convert.dense import require_weights
 from ..convert.expert_layers import moe_layers
 from ..convert.registry import router_options
@@ -230,18 +230,22 @@ def _require_stored(model: nn.Module) -> None:
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"{name} is a {type(value).__name__} and no tensor, as after quantization: export "
-                "before that, and quantize the model that timm loads."
+                f"{name} is a {type(value).__name__} and no tensor, for example after "
+                "quantization: export before that, and quantize the model that timm loads."
             )
     for name, module in model.named_modules():
-        is_computed = any(
-            isinstance(value, Tensor) and value.grad_fn is not None
-            for value in vars(module).values()
-        )
-        found = computed_by(module) if is_computed else None
-        if found:
+        found = computed_by(module)
+        # Modules that timm did not make are stored with what their weights are computed from. But
+        # what was computed with a graph cannot be copied.
+        if found and computing_hook(module) and (is_of_timm(model) or _has_graph(module)):
             what, remedy = found
             raise ValueError(f"{name} {what}: {remedy} first.")
+
+
+def _has_graph(module: nn.Module) -> bool:
+    """Tell if a module holds a tensor that was computed with gradients."""
+    tensors = (value for value in vars(module).values() if isinstance(value, Tensor))
+    return any(tensor.grad_fn is not None for tensor in tensors)
 
 
 def _log_images_of(model: nn.Module, stated: Iterable[str] = ()) -> None:

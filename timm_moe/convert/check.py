@@ -7,6 +7,7 @@ rows.
 import contextlib
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from timm.layers import GluMlp, Mlp, SwiGLU
@@ -120,12 +121,19 @@ def computed_by(module: nn.Module) -> tuple[str, str] | None:
     if "forward" in vars(module):
         remedy = "take that off (accelerate.hooks.remove_hook_from_submodules)"
         return "has a forward bound to it", remedy
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, (WeightNorm, SpectralNorm, prune.BasePruningMethod)):
-            what = f"has a hook that computes its weights ({type(hook).__name__})"
-            remedies = "torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove"
-            return what, f"take that off ({remedies})"
+    hook = computing_hook(module)
+    if hook is not None:
+        what = f"has a hook that computes its weights ({type(hook).__name__})"
+        remedies = "torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove"
+        return what, f"take that off ({remedies})"
     return None
+
+
+def computing_hook(module: nn.Module) -> Any:
+    """Return the hook that computes the weights of a module before its forward, or None."""
+    kinds = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
+    hooks = module._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, kinds)), None)
 
 
 def _unfit(network: nn.Module, names: Mapping[int, list[str]]) -> str | None:

@@ -340,7 +340,9 @@ def _commit(
         The commit's URL, or None where the files are there already; and the revision to load.
     """
     repo_id, revision = settings.repo_id, settings.revision
-    _require_valid(files["README.md"])
+    card = files["README.md"]
+    assert isinstance(card, bytes)
+    _require_valid(card.decode())
     try:
         is_private = api.model_info(repo_id, timeout=PATIENCE).private
     except RepositoryNotFoundError:
@@ -358,7 +360,7 @@ def _commit(
     stale = sorted(there.intersection(files_of_others(library)) - files.keys())
     if stale:
         _logger.info(
-            "Deleting %s, which transformers would apply to the new model ...", " and ".join(stale)
+            "Deleting %s, by which transformers would change the new model ...", " and ".join(stale)
         )
     # create_commit makes exactly one commit; upload_folder may make several.
     commit = api.create_commit(
@@ -378,14 +380,18 @@ def _commit(
     return commit.commit_url, revision
 
 
-def _require_valid(card: Any) -> None:
+def _require_valid(text: str) -> None:
     """Ask the Hub about a card, before a repository is made for it.
 
     Raises:
         ValueError: if it rejects the card.
     """
     try:
-        ModelCard(card.decode()).validate()
+        card = ModelCard(text, ignore_metadata_errors=True)
+    except Exception as error:  # of the parser of YAML
+        raise ValueError(f"README.md: {describe(error)}") from error
+    try:
+        card.validate()
     except ValueError as error:
         answer = str(error)
         with suppress(LookupError, TypeError, ValueError):

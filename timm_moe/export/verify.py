@@ -104,8 +104,10 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
 def _remedy_of_stem(model: nn.Module) -> str | None:
     """Say what mends a timm model whose first convolution takes other channels than it states."""
     name = get_pretrained_cfg(model).get("first_conv")
+    if not isinstance(name, str):  # Several models have none, or several.
+        return None
     weight = getattr(dict(model.named_modules()).get(name), "weight", None)
-    if not is_of_timm(model) or weight is None or weight.shape[1] == model_input_size(model)[0]:
+    if weight is None or weight.shape[1] == model_input_size(model)[0]:
         return None
     channels = weight.shape[1]
     return f"if its images have {channels} channels as {name} has, set model.in_chans = {channels}"

@@ -258,7 +258,7 @@ class TopKRouter(RecordingRouter):
         """
         bias = self.balancing_bias
         if bias is None and self.top_k == 1 and self.score == "softmax":
-            return gate.max(-1, keepdim=True)  # The largest gate is not rounded to another one's.
+            return gate.max(-1, keepdim=True)  # One operator; of nearly equal logits the first.
         biased = None if bias is None else bias(gate.detach())
         choice = _places_of_largest(logits.detach(), self.top_k, biased)
         return gate.gather(-1, choice), choice

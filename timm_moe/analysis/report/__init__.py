@@ -11,7 +11,7 @@ from torch import nn
 
 from ...checkpoints.source import ModelSpec
 from ...export.history import history_of
-from ...files import written_whole
+from ...files import check_folder, written_whole
 from ...model_config import get_pretrained_cfg
 from ..data import (
     Inference,
@@ -70,6 +70,7 @@ def write_report(
         ValueError: if a model and the images do not fit, an output is NaN, or a file is damaged.
         OSError: if the page exists and must not be replaced, or cannot be written.
     """
+    check_folder(output_dir, (FILE,), overwrite)
     chart_library()  # It may end the process, so it starts before the models run on images.
     inference = inference or Inference()
     classes = len(class_names(images))
