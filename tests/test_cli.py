@@ -307,9 +307,9 @@ def test_shots_are_not_tested_on(tmp_path, capsys):
 
 
 def test_a_list_that_is_stated_twice_is_one_list():
-    command = ["fewshot", "a", "--data-dir", "x", "--data-dir", "y", "--shots", "1", "--shots", "5"]
+    command = ["fewshot", "a", "--data-dir", "x", "--data-dir", "y"]
     args = parser().parse_args([*command, "--model-kwargs", "a=1", "--model-kwargs", "b=2"])
-    assert (args.data_dir, args.shots, args.model_kwargs) == (["x", "y"], [1, 5], ["a=1", "b=2"])
+    assert (args.data_dir, args.model_kwargs) == (["x", "y"], ["a=1", "b=2"])
     assert parser().parse_args(command[:4]).model_kwargs == []
 
 
