@@ -29,7 +29,7 @@ from timm_moe.analysis.data import (
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.analysis.images import UnreadableImage
 from timm_moe.analysis.routes.segmentation import MaskedImages, pair_files, read_names
-from timm_moe.model_config import preprocessing
+from timm_moe.model_config import preprocessing, records_arguments
 from timm_moe_cli import main
 
 pytest.importorskip("torchmetrics")
@@ -471,7 +471,8 @@ class TestModes:
         assert evaluate([checkpoint], images, inference=HERE)["nll"] == pytest.approx(
             expected, rel=1e-5
         )
-        exported = timm_moe.export_dense(checkpoint, tmp_path / "exported").path
+        told = {} if records_arguments() else {"model_args": {"in_chans": channels}}
+        exported = timm_moe.export_dense(checkpoint, tmp_path / "exported", **told).path
         assert evaluate([exported], images, inference=HERE)["nll"] == pytest.approx(
             expected, rel=1e-5
         )

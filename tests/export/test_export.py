@@ -198,7 +198,9 @@ def test_a_stem_that_was_replaced_gets_its_remedy(ewa_vit, tmp_path):
     with pytest.raises(ValueError, match=r"4 channels as patch_embed\.proj .*in_chans = 4: Given"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     ewa_vit.in_chans = 4
-    assert timm_moe.export_dense(ewa_vit, tmp_path / "vit").largest_difference == 0
+    # Earlier versions of timm do not write what the model has become.
+    told = {} if records_arguments() else {"model_args": {"in_chans": 4}}
+    assert timm_moe.export_dense(ewa_vit, tmp_path / "vit", **told).largest_difference == 0
 
 
 def test_a_pruned_model_is_told_to_keep_its_weights(ewa_vit, tmp_path):
@@ -240,7 +242,7 @@ def test_images_that_a_loop_of_ones_own_states_are_those_of_validate_py(tmp_path
     timm_moe.export_dense(model, tmp_path / "vit")
     loaded = timm.create_model(f"local-dir:{tmp_path / 'vit'}", pretrained=True)
     of_tests = timm.data.resolve_data_config({}, model=loaded, use_test_size=True)
-    assert of_tests["input_size"] == stated.get("input_size", (3, 288, 288))
+    assert tuple(of_tests["input_size"]) == stated.get("input_size", (3, 288, 288))
     size = " ".join(map(str, stated.get("input_size", (3, 224, 224))))
     assert f"Images for this ConvNeXt: input_size {size}" in caplog.text
     timm_moe.export_dense(loaded, tmp_path / "again")  # Its config has lists in place of tuples.
