@@ -249,6 +249,14 @@ def test_images_that_a_loop_of_ones_own_states_are_those_of_validate_py(tmp_path
     assert timm.data.resolve_data_config({}, model=again, use_test_size=True) == of_tests
 
 
+def test_a_module_of_ones_own_is_written_as_its_weights(tmp_path):
+    """tests/export/test_foreign_export.py has those of other libraries."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    exported = timm_moe.export_dense(model, tmp_path / "own", example_inputs=torch.randn(3, 4))
+    assert (exported.library, exported.largest_difference) == ("pytorch", 0)
+    assert torch.equal(load_file(exported.path / "model.safetensors")["0.bias"], model[0].bias)
+
+
 def test_a_tag_that_timm_does_not_know_is_no_error(tmp_path):
     model = timm.create_model(
         "vit_tiny_ewa_moe", pretrained_cfg_overlay={"tag": "mine"}, **SMALL_VIT
