@@ -532,11 +532,10 @@ def own_numbering(model: nn.Module) -> str | None:
 
     It completes the sentence "The model was trained", and holds no path.
     """
-    origin = getattr(model, "origin", None)
-    recorded = origin.recorded if isinstance(origin, Origin) else None
-    if isinstance(recorded, dict) and isinstance(recorded.get("numbering"), str):
+    numbering = _recorded(model, "numbering")
+    if numbering is not None:
         has_names = get_pretrained_cfg(model).get("label_names")  # They tell the order.
-        return None if has_names else shown_name(recorded["numbering"])
+        return None if has_names else shown_name(numbering)
     args: dict[str, str] = getattr(model, "args_of_images", {})
     if "class_map" in args:  # It may be a path of either kind.
         return f"with the class map {PureWindowsPath(args['class_map']).name!r}"
@@ -548,28 +547,22 @@ def own_numbering(model: nn.Module) -> str | None:
 
 def stated_image_mode(model: nn.Module) -> str | None:
     """Return the mode of Pillow of a model's images in its training, if train.py was told one."""
-    return _stated_of_images(model, "input_img_mode", "image_mode")
+    args: dict[str, str] = getattr(model, "args_of_images", {})
+    return _recorded(model, "image_mode") or args.get("input_img_mode")
 
 
 def stated_task(model: nn.Module) -> str | None:
     """Return the task of a model's training, if train.py was told one, as ``"multilabel"``."""
-    return _stated_of_images(model, "task", "task")
+    args: dict[str, str] = getattr(model, "args_of_images", {})
+    return _recorded(model, "task") or args.get("task")
 
 
-def _stated_of_images(model: nn.Module, argument: str, entry: str) -> str | None:
-    """Return what a model's trainer was told of images.
-
-    Args:
-        model: a loaded model.
-        argument: its name for train.py.
-        entry: its name in the config.json of an exported folder.
-    """
+def _recorded(model: nn.Module, entry: str) -> str | None:
+    """Return a text that an exported folder records of its model's training; None without one."""
     origin = getattr(model, "origin", None)
     recorded = origin.recorded if isinstance(origin, Origin) else None
-    if isinstance(recorded, dict) and isinstance(recorded.get(entry), str):
-        return recorded[entry]
-    args: dict[str, str] = getattr(model, "args_of_images", {})
-    return args.get(argument)
+    text = recorded.get(entry) if isinstance(recorded, dict) else None
+    return text if isinstance(text, str) else None
 
 
 def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
