@@ -202,7 +202,9 @@ def _compare(parser: argparse.ArgumentParser) -> None:
 def _fewshot(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser, "several are an ensemble")
     shots = "images of each class (default: 1 5 10 25)"
-    parser.add_argument("--shots", type=int, nargs="+", metavar="N", help=shots)
+    parser.add_argument(
+        "--shots", type=int, nargs="+", default=[1, 5, 10, 25], metavar="N", help=shots
+    )
     draws = "how often they are drawn (default: %(default)s)"
     parser.add_argument("--draws", type=int, default=3, metavar="N", help=draws)
     parser.add_argument(

@@ -33,7 +33,7 @@ from .analysis.data import (
     load_classifiers,
     open_model,
 )
-from .analysis.fewshot import SHOTS, Folder, fewshot
+from .analysis.fewshot import Folder, fewshot
 from .analysis.fewshot import table as fewshot_table
 from .analysis.info import activation_bytes, byte_text, measure, model_info
 from .analysis.norms import norm_divergence
@@ -319,7 +319,6 @@ def _fewshot(args: argparse.Namespace) -> None:
     _check_outside(
         [args.json], *(images for folder in folders for images in (folder.train, folder.test))
     )
-    args.shots = args.shots or SHOTS
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
     show(*args.sources, *fewshot_table(results).split("\n"))
     _write_result(args, results=[asdict(result) for result in results])

@@ -264,7 +264,8 @@ def written_whole(file: str | Path, overwrite: bool = True) -> Iterator[Path]:
         OSError: if it exists and must not be replaced, or cannot be written.
     """
     with staged(file) as folder:
-        check_writable(file, overwrite)
+        if not overwrite:
+            check_writable(file)
         partial = folder / Path(file).name
         partial.touch()
         mode = partial.stat().st_mode

@@ -117,9 +117,8 @@ def load_classifiers(
 
     Unless a class map states the order of the classes, it is the one in the first model's config
     (``label_names``), which may name classes without images, or timm's order of the folders for a
-    model that names none. A warning says if
-    a model names other classes, or was trained with a class map, or on a data set that numbers
-    its classes itself, and there is no class map here.
+    model that names none. A warning says if a model names other classes, or was trained with a
+    class map, or on a data set that numbers its classes itself, and there is no class map here.
 
     Raises:
         ValueError: if a source is named twice, if a model and the images have different numbers of

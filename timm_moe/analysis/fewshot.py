@@ -25,9 +25,6 @@ from .rows import Rows
 
 _logger = logging.getLogger(__name__)
 
-#: Training images of each class.
-SHOTS = (1, 5, 10, 25)
-
 #: Penalties of the regression; the best one is taken.
 PENALTIES = tuple(2.0**exponent for exponent in range(-10, 20))
 #: Regressions: one on the features of all members side by side. Of an ensemble there are also the
@@ -102,7 +99,7 @@ class Ridge:
 def fewshot(
     sources: Sequence[Source],
     folders: Sequence[Folder],
-    shots: Sequence[int] = SHOTS,
+    shots: Sequence[int] = (1, 5, 10, 25),
     draws: int = 3,
     seed: int = 0,
     *,

@@ -107,11 +107,8 @@ def start_or_resume(
         ValueError: as :func:`start_averaging`.
     """
     updates = (stated_updates(optimizer) or steps) if steps else 0
-    trial = ExpertWeightAveraging.of(optimizer)
-    if isinstance(trial, Started):
-        trial.remove()
-        if not updates:
-            forget_updates(optimizer)
+    if not updates and isinstance(ExpertWeightAveraging.of(optimizer), Started):
+        forget_updates(optimizer)  # It is the trial's count, of which nobody need be told.
     return start_averaging(model, optimizer, total_updates, updates)
 
 
