@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Run a command of :func:`timm_moe_cli.parser`; an error is printed in one sentence.
 
     Returns:
-        The exit status: 0, 1 after an error, or 130 after Ctrl-C.
+        The exit status: 0, or 1 after an error.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(message)s"))

@@ -5,6 +5,7 @@ another thread, which waits for timm, has begun to import the package.
 """
 
 import timm
+import torch
 
 try:
     # This is the newest part of timm that is needed.
@@ -15,7 +16,13 @@ except ImportError as error:
         "timm."
     ) from error
 
-from .integrations import timm as timm_hooks
+try:
+    from .integrations import timm as timm_hooks
+except ImportError as error:
+    raise ImportError(
+        f"timm_moe does not fit timm {timm.__version__} and torch {torch.__version__}: take "
+        f"versions that docs/compatibility.md names ({error})."
+    ) from error
 
 # Training the models needs the hooks, so the hooks come first. They go if anything fails.
 try:

@@ -5,6 +5,7 @@ One records no arguments, another lacks or renames what some models need.
 
 import functools
 import json
+from tempfile import TemporaryDirectory
 
 import pytest
 import timm
@@ -18,11 +19,11 @@ from timm_moe.integrations import timm as hooks
 from timm_moe.model_config import model_input_size, records_arguments, untold_args
 from timm_moe.models.registered import registered_models
 
-#: Takes modules and classes from timm before the package is imported, then lists what is registered
-#: and trains.
+#: Takes modules and classes from timm before the package is imported. Then it lists what is
+#: registered, trains and exports.
 WITHOUT = """
 import json, sys, timm, torch, warnings
-for gone in sys.argv[1:]:
+for gone in sys.argv[2:]:
     module, _, name = gone.partition(".")
     if name:
         delattr(sys.modules[f"timm.models.{module}"], name)
@@ -36,6 +37,7 @@ from timm_moe.models.registered import registered_models
 size = dict(img_size=32, embed_dim=32, num_heads=2, depth=2)
 model = timm.create_model("vit_tiny_moe", **size, routing_unit="image")
 (model(torch.randn(2, 3, 32, 32)).sum() + timm_moe.auxiliary_loss(model)).backward()
+timm_moe.export_dense(timm.create_model("vit_tiny_ewa_moe", **size), sys.argv[1])
 told = [str(warning.message) for warning in caught if "timm_moe.models" in str(warning.message)]
 print(json.dumps([sorted(registered_models()), told]))
 """
@@ -43,7 +45,9 @@ print(json.dumps([sorted(registered_models()), told]))
 
 def without(*gone):
     """The models that are left, and what a warning says."""
-    done = run_code(WITHOUT, *gone, autoload="0", modules=("torch",))
+    with TemporaryDirectory() as folder:
+        made = f"{folder}/dense"
+        done = run_code(WITHOUT, made, *gone, autoload="0", modules=("torch",))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -66,6 +70,7 @@ def test_modules_that_timm_lacks_take_their_families_alone():
         "beit",
         "eva",
         "mvitv2",
+        "naflexvit",
     )
     left, told = without(*families)
     lost = of(*(f"ewa.{family}" for family in families))
@@ -84,6 +89,7 @@ def test_classes_of_another_name_take_no_models():
             "tnt.Block",
             "hiera.Hiera",
             "beit.Beit",
+            "naflexvit.NaFlexVitCfg",
         )
     )
     assert set(left) == set(registered_models())
@@ -101,6 +107,40 @@ def test_models_with_names_of_their_own_are_missing_with_a_warning(module, other
     assert len(told) == len(others)
     for message, name in zip(told, others, strict=True):
         assert f"timm_moe.models.{name} are missing" in message
+
+
+def test_names_that_timm_and_torch_announce_to_remove_are_not_needed():
+    code = """
+import sys, timm, timm.scheduler, timm.utils
+del timm.scheduler.PlateauLRScheduler, timm.utils.ModelEma
+del sys.modules["torch.nn.utils.weight_norm"].WeightNorm
+import timm_moe
+"""
+    done = run_code(code, autoload="0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_timm_that_lacks_what_is_needed_is_named():
+    code = """
+import timm, timm.utils
+del timm.utils.adaptive_clip_grad
+import timm_moe
+"""
+    done = run_code(code, autoload="0")
+    told = f"timm_moe does not fit timm {timm.__version__} and torch {torch.__version__}: "
+    assert told in done.stderr.splitlines()[-1]
+    assert "adaptive_clip_grad" in done.stderr.splitlines()[-1]
+
+
+def test_a_scheduler_with_a_step_of_its_own_is_followed(monkeypatch):
+    class Newer(timm.scheduler.CosineLRScheduler):
+        def step(self, epoch, metric=None):
+            self.optimizer.param_groups[0]["lr"] = 0.1
+
+    monkeypatch.setattr(timm.scheduler, "Newer", Newer, raising=False)
+    wrapped = [(owner, name) for owner, name, _ in hooks._wrapped_methods()]
+    assert wrapped.count((Newer, "step")) == 1
+    assert (Newer, "step_update") not in wrapped
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
-"""The documentation: no name of a missing page or file, and the papers of all methods cited."""
+"""The documentation: no name of a missing page or file, and the papers of all models cited."""
 
 import re
 
 from common import ROOT
 
 import timm_moe
+from timm_moe.models.publications import PUBLICATIONS
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 #: docs/results.md is written by studies.
@@ -45,12 +46,10 @@ def test_all_files_that_pages_name_are_there():
     ] == []
 
 
-def test_the_citation_names_the_version_and_the_papers_of_the_methods():
+def test_the_citation_names_the_version_and_the_papers_of_the_models():
     cited = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {timm_moe.__version__}\n" in cited
-    methods = [
-        page.read_text() for page in DOCS if f"images/concept_{page.stem}.svg" in page.read_text()
-    ]
-    papers = {re.search(r"arxiv\.org/abs/([\d.]+)", text)[1] for text in methods}
-    assert papers == set(re.findall(r"arxiv\.org/abs/([\d.]+)", cited))
-    assert len(papers) == 6
+    papers = {(paper.title, paper.arxiv) for paper in PUBLICATIONS.values()}
+    titles = re.findall(r'^    title: "(.+)"', cited, re.MULTILINE)
+    numbers = re.findall(r"arxiv\.org/abs/([\d.]+)", cited)
+    assert set(zip(titles, numbers, strict=True)) == papers

@@ -17,8 +17,10 @@ try:
     from torchmetrics import Metric
     from torchmetrics.functional.classification import binary_auroc, binary_roc
 except ModuleNotFoundError as error:
-    raise ImportError(
-        f"timm_moe.analysis.metrics needs {error.name}: pip install torchmetrics."
+    # Commands that need more beside it name their own extra.
+    raise ModuleNotFoundError(
+        f"timm_moe.analysis.metrics needs {error.name}: pip install 'timm_moe[evaluate]'.",
+        name=error.name,
     ) from error
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from safetensors import safe_open
 from timm.models import PretrainedCfg, model_entrypoint
-from timm.models.naflexvit import NaFlexVitCfg
 from torch import nn
 
 from ..console import is_single, shown, shown_name
@@ -28,6 +27,7 @@ from ..files import read_text
 from ..model_config import check_preprocessing
 from ..models.mixin import constructor_arguments
 from ..models.registered import check_registered, is_registered_here
+from ..timm_classes import timm_classes
 
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
@@ -35,7 +35,7 @@ SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
 #: beside others.
 ENTRY = "timm_moe"
 #: Options that entrypoints handle themselves. ``use_naflex`` builds timm's NaFlexVit of a ViT or an
-#: EVA, with the options of :class:`NaFlexVitCfg`.
+#: EVA, with the options of its ``NaFlexVitCfg``.
 _ENTRYPOINT_OPTIONS = ("official_compat", "bn_eps", "use_naflex")
 #: Arguments of constructors that do not describe an architecture: they lead to files, functions,
 #: classes and devices.
@@ -48,7 +48,9 @@ _NO_ARCHITECTURE = re.compile(
 _SOURCES = re.compile(
     "url|file|state_dict|hf_hub_id|hf_hub_filename|source|architecture|custom_load|label_offset"
 )
-_OF_NAFLEX = [option.name for option in fields(NaFlexVitCfg)]
+_OF_NAFLEX = [
+    option.name for options in timm_classes("naflexvit.NaFlexVitCfg") for option in fields(options)
+]
 _ENTRIES = [entry.name for entry in fields(PretrainedCfg) if not _SOURCES.fullmatch(entry.name)]
 
 

@@ -14,7 +14,6 @@ from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..layers import Experts
 from ..layers.probe import probe
@@ -131,9 +130,12 @@ def computed_by(module: nn.Module) -> tuple[str, str] | None:
 
 def computing_hook(module: nn.Module) -> Any:
     """Return the hook that computes the weights of a module before its forward, or None."""
-    kinds = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
-    hooks = module._forward_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, kinds)), None)
+    for hook in module._forward_pre_hooks.values():
+        # WeightNorm is of a function that torch will remove.
+        is_norm = isinstance(hook, SpectralNorm) or type(hook).__name__ == "WeightNorm"
+        if is_norm or isinstance(hook, prune.BasePruningMethod):
+            return hook
+    return None
 
 
 def _unfit(network: nn.Module, names: Mapping[int, list[str]]) -> str | None:

@@ -3,7 +3,7 @@
 import copy
 from typing import Any, TypeVar
 
-from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
+from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -17,7 +17,7 @@ _WRAPPERS_BY_NAME = ("FullyShardedDataParallel", "DeepSpeedEngine")
 
 def unwrapped(model: Any) -> nn.Module:
     """Return a model without its wrappers: DDP, torch.compile, EMA."""
-    if isinstance(model, ModelEma):
+    if type(model).__name__ == "ModelEma":  # timm's first, which it will remove
         return unwrapped(model.ema)
     if isinstance(model, _WRAPPERS) or type(model).__name__ in _WRAPPERS_BY_NAME:
         return unwrapped(model.module)

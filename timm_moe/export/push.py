@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import get_session
 from torch import nn
 
@@ -434,13 +434,15 @@ def _explained(error: Exception, settings: PushOptions | None, waited: float) ->
         return _explained_answer(error, "this" if settings is None else settings.repo_id)
 
     hub = f"The Hub at {HfApi().endpoint}"
-    if isinstance(error, HTTPError) and "Timeout" in type(error).__name__:
+    # The client's own library is httpx or its successor, by its version.
+    is_of_http = "HTTPError" in (kind.__name__ for kind in type(error).__mro__)
+    if is_of_http and "Timeout" in type(error).__name__:
         return ConnectionError(
             f"{hub} does not answer: it was given {PATIENCE} seconds for each request, and "
             f"{waited:.0f} in all. A push is made whole or not at all, so try again later."
         )
-    # HTTPError is the client's own. The others come from other libraries, such as hf_xet.
-    if isinstance(error, (HTTPError, ConnectionError, json.JSONDecodeError)):
+    # The others come from other libraries, such as hf_xet.
+    if is_of_http or isinstance(error, (ConnectionError, json.JSONDecodeError)):
         return ConnectionError(
             f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made "
             "whole or not at all, so try again once the network is there."

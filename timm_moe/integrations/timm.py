@@ -29,14 +29,14 @@ from types import ModuleType
 from typing import Any
 
 import timm
+import timm.scheduler
 from timm.models import create_model, load_model_config_from_hf, parse_model_name
 from timm.optim import (
     create_optimizer_v2,
     param_groups_layer_decay,
     param_groups_weight_decay,
 )
-from timm.scheduler import PlateauLRScheduler, create_scheduler_v2
-from timm.scheduler.scheduler import Scheduler
+from timm.scheduler import create_scheduler_v2
 from timm.task import (
     ClassificationTask,
     FeatureDistillationTask,
@@ -478,15 +478,24 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
         is_public = name.startswith("timm.models.") and not name.startswith("timm.models._")
         if is_public and hasattr(module, "build_model_with_cfg"):
             yield module, "build_model_with_cfg", _with_another_build
-    at_epoch = functools.partial(_at_scheduler_step, position="epoch")
-    at_update = functools.partial(_at_scheduler_step, position="num_updates")
-    for scheduler_class in (Scheduler, PlateauLRScheduler):  # the classes that define the methods
-        yield scheduler_class, "step", at_epoch
-        yield scheduler_class, "step_update", at_update
+    for method, position in (("step", "epoch"), ("step_update", "num_updates")):
+        for scheduler_class in _scheduler_classes():
+            if method in vars(scheduler_class):
+                yield (
+                    scheduler_class,
+                    method,
+                    functools.partial(_at_scheduler_step, position=position),
+                )
     yield TrainingTask, "__call__", _with_router_losses
     distillations = (LogitDistillationTask, FeatureDistillationTask, TokenDistillationTask)
     for task in (ClassificationTask, *distillations):
         yield task, "__init__", _with_member_loss
+
+
+def _scheduler_classes() -> list[type]:
+    """Return timm's classes of schedulers, with their bases."""
+    public = [each for each in vars(timm.scheduler).values() if isinstance(each, type)]
+    return list(dict.fromkeys(base for each in public for base in each.__mro__))
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:

@@ -22,6 +22,7 @@ from ..training.loop import Started, expert_statistics, start_or_resume
 from ..training.router_losses import add_losses, collecting_losses
 
 try:
+    import transformers
     from transformers import (
         PreTrainedModel,
         Trainer,
@@ -130,7 +131,13 @@ def _wrap(name: str) -> Any:
     """
 
     def wrap(function: Any) -> Any:
-        method = getattr(Trainer, name)
+        method = getattr(Trainer, name, None)
+        if method is None:
+            raise ImportError(
+                f"timm_moe.integrations.transformers does not know the Trainer of transformers "
+                f"{transformers.__version__}, which has no {name}: take a version that "
+                "docs/generated/versions.md names."
+            )
 
         @functools.wraps(method)
         def call(self: Trainer, *args: Any, **kwargs: Any) -> Any:

@@ -158,6 +158,7 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         routing_groups: G, number of groups of consecutive blocks; the first block of a group routes
             the tokens for the whole group, and the balance loss has G terms. By default every block
             routes.
+        router: name of the router; groups of blocks need ``"top_k"``.
         kwargs: as :class:`SharedVisionTransformer`, and options of :func:`timm_moe.convert_to_moe`
             but ``moe_layers``.
 
