@@ -253,10 +253,21 @@ def test_only_the_mean_of_ewas_experts_is_what_was_trained(tmp_path, caplog):
     ("name", "method", "is_told"),
     [
         ("vit_tiny_moe", "average", True),
-        ("vit_tiny_moe", "svd", False),
+        ("vit_tiny_moe", "svd", True),
         ("vit_tiny_ewa_moe", "average", False),
+        ("vit_tiny_ewa_moe", "topk", True),
     ],
 )
-def test_the_mean_of_routed_experts_is_told_to_be_another_function(name, method, is_told, caplog):
+def test_a_network_that_computes_another_function_is_told_of(name, method, is_told, caplog):
     timm_moe.to_dense(timm.create_model(name, **SMALL_VIT), method)
     assert any("another function" in message for message in caplog.messages) == is_told
+
+
+def test_experts_that_were_cut_off_are_told_of():
+    model = timm.create_model("vit_tiny_moe", num_experts=4, **SMALL_VIT)
+    for layer in timm_moe.moe_layers(model).values():
+        for name, stacked in list(layer.named_expert_parameters()):
+            owner, _, last = name.rpartition(".")
+            setattr(layer.get_submodule(owner), last, torch.nn.Parameter(stacked.detach()[:2]))
+    with pytest.raises(ValueError, match="made with 4 experts and holds 2 now: .*num_experts=2"):
+        timm_moe.to_dense(model)

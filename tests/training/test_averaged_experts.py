@@ -139,6 +139,27 @@ def test_a_student_of_a_frozen_teacher_with_experts_is_left_alone(ewa_vit, caplo
     assert not caplog.messages
 
 
+def test_a_teacher_under_no_grad_keeps_its_experts(ewa_vit):
+    """In a module of teacher and student, with one optimizer for all parameters."""
+    teacher, student = apart(ewa_vit).eval(), apart(copy.deepcopy(ewa_vit)).train()
+    both = nn.ModuleList([teacher, student])
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    ExpertWeightAveraging(both, optimizer, 0.75, "constant", total_updates=3)
+    before = values(teacher)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        target = teacher(images)
+    (student(images) - target).square().mean().backward()
+    optimizer.step()
+    assert max(spreads(student).values()) < 1e-5
+    # What was trained before is averaged without gradients, too.
+    optimizer.zero_grad()
+    apart(student)
+    optimizer.step()
+    assert max(spreads(student).values()) < 1e-5
+    assert moved(teacher, before) == set()
+
+
 def test_a_run_without_an_end_that_trains_no_experts_is_no_error(ewa_vit):
     ewa_vit.blocks.requires_grad_(False)
     optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.1)

@@ -24,11 +24,11 @@ def to_dense(
 
     Args:
         model: a model with expert layers; it is not changed. Wrappers (DDP, torch.compile, EMA) are
-            taken off.
+            taken off. The new model is in its mode, and frozen where it is.
         method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``,
             ``"topk"``, ``"svd"``, ``"random"``; see ``timm_moe.convert.gather``. Only for EWA does
-            the mean compute what the model computes in eval mode; for routed experts a warning
-            says that it does not. A shared expert counts as one of the experts. Experts of a part
+            the mean compute what the model computes in eval mode; otherwise a warning says that
+            the new model does not. A shared expert counts as one of the experts. Experts of a part
             of the hidden units (``expert_width``) are first joined to whole networks.
         svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by
             default.
@@ -44,12 +44,11 @@ def to_dense(
     layers = moe_layers(model)
     for layer in layers.values():
         whole_experts(layer)  # raises
-    routed = [path for path, layer in layers.items() if not layer.deploys_dense]
-    if routed and method == "average":
+    is_exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
+    if layers and not is_exact:
         _logger.warning(
-            "The mean of experts that a router chooses, as in %s, computes another function than "
-            "they do: it is at most a start for a student (method='svd', 'sum', 'topk').",
-            routed[0],
+            "The dense model computes another function than the one with experts: train it further "
+            "(docs/ones.md)."
         )
     memo = {id(layer): layer for layer in layers.values()}  # deepcopy leaves them alone
     return to_dense_(copied(model, memo), method, svd_ratio)

@@ -89,7 +89,7 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     """Return the stacked tensors of a layer, (E, ...), by their dense names.
 
     Raises:
-        ValueError: if a wrapper such as FSDP1 holds them in another form.
+        ValueError: if a wrapper such as FSDP1 holds them in another form, or some were cut off.
     """
     experts: dict[str, Tensor] = dict(layer.named_expert_parameters())
     for name, shape in layer.stacked_shapes.items():
@@ -98,6 +98,11 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
         # FSDP1 may leave no parameter in the module.
         is_plain = isinstance(stacked, nn.Parameter)
         is_taken = not is_plain and next(owner.parameters(), None) is None
+        if stacked.shape[1:] == shape[1:] and len(stacked) != shape[0]:
+            raise ValueError(
+                f"{layer.path} was made with {shape[0]} experts and holds {len(stacked)} now: load "
+                f"the weights into a model with num_experts={len(stacked)}."
+            )
         if stacked.shape != shape or is_taken:
             raise ValueError(
                 f"The experts in {layer.path} are not there as a whole, since a wrapper holds "

@@ -106,8 +106,8 @@ class ExpertWeightAveraging:
     so the schedule goes on once the optimizer's state is loaded. After a distributed checkpoint
     (DCP), make the averaging and call :meth:`seek`.
 
-    Each step averages the experts that are among the optimizer's parameters at that time and
-    require gradients. A parameter that layers share is averaged once, at the first layer's rate.
+    Each step averages the experts that are among the optimizer's parameters at that time, require
+    gradients, and had one in this step or an earlier one. A parameter that layers share is averaged once, at the first layer's rate.
     Where all experts are frozen at first, their averaging begins once the optimizer gets them
     (``add_param_group``), at the rate of that step.
 
@@ -169,6 +169,8 @@ class ExpertWeightAveraging:
         self._optimizer: Any = weakref.ref(optimizer)
         # What is averaged at the end of the step that runs.
         self._due: list[tuple[Tensor, Rate]] = []
+        # The ids of experts that had a gradient.
+        self._trained: set[int] = set()
         self._last_rate: Rate = 0.0
 
         layers = layers_of_trained_experts(parameter_ids(optimizer), self.layers())
@@ -331,6 +333,16 @@ class ExpertWeightAveraging:
                     due.setdefault(id(stacked), (stacked, rate))
         return list(due.values())
 
+    def _trained_ones(
+        self, due: list[tuple[Tensor, Rate]], optimizer: Optimizer
+    ) -> list[tuple[Tensor, Rate]]:
+        """Leave out experts that nothing ever trained, as those of a teacher under no_grad."""
+        for stacked, _ in due:
+            # A resumed optimizer has a state of what it trained before.
+            if stacked.grad is not None or optimizer.state.get(stacked):
+                self._trained.add(id(stacked))
+        return [(stacked, rate) for stacked, rate in due if id(stacked) in self._trained]
+
     def _progress(self) -> Rate:
         """Return the completed fraction of all updates after the step that begins, at most 1.
 
@@ -380,7 +392,7 @@ class ExpertWeightAveraging:
         """Count the step and average; a hook after the step of each optimizer that is followed."""
         if not self._steps.end(optimizer):
             return
-        due = self._due
+        due = self._trained_ones(self._due, optimizer)
         self._due = []
         if is_skipped(optimizer):
             return
