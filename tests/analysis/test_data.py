@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path, PureWindowsPath
 
+import numpy as np
 import pytest
 import torch
 from common import OPTIONS, ROOT, make_model, save_as_train_py, write_images
@@ -22,7 +23,9 @@ import timm_moe
 from timm_moe.analysis.data import (
     Inference,
     class_names,
+    image_bytes,
     image_folder,
+    image_mode,
     load_classifiers,
     short_names,
 )
@@ -252,6 +255,36 @@ def test_a_split_that_is_not_there_is_refused(folder, split):
     assert len(of_validate_py(folder, split)) == 10
     with pytest.raises(FileNotFoundError, match=f"no split '{split}'"):
         image_folder(folder, split)
+
+
+def test_a_part_of_a_split_is_refused(folder):
+    """timm cuts the name at the bracket and takes all images."""
+    assert len(of_validate_py(folder, "val[:50%]")) == 10
+    with pytest.raises(ValueError, match="no parts of a split"):
+        image_folder(folder, "val[:50%]")
+
+
+@pytest.mark.parametrize(
+    ("channels", "mode", "shown"),
+    [
+        (3, None, (200, 40, 30)),
+        (3, "HSV", (200, 40, 30)),
+        (4, "CMYK", (200, 40, 30)),
+        (4, None, (200, 40, 30)),
+        (1, None, (87, 87, 87)),
+        (2, None, (87, 87, 87)),
+    ],
+)
+def test_images_of_every_mode_are_shown_as_they_are(channels, mode, shown):
+    model = make_model("vit_tiny_patch16_224", in_chans=channels)
+    model.args_of_images = {"input_img_mode": mode}
+    image = Image.new("RGB", (32, 32), (200, 40, 30)).convert(image_mode(model))
+    config = preprocessing(model)
+    pixels = torch.from_numpy(np.array(image).reshape(32, 32, channels)).permute(2, 0, 1) / 255
+    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    bytes_3HW = image_bytes(((pixels - mean) / std)[None], model)[0]
+    assert bytes_3HW.shape == (3, 32, 32)
+    assert (bytes_3HW.float().mean((1, 2)) - torch.tensor(shown)).abs().max() < 6
 
 
 class TestClassMap:

@@ -551,12 +551,21 @@ def test_a_mistyped_name_gets_the_nearest(ewa_vit, tmp_path, monkeypatch, capsys
 def test_what_is_said_of_a_trainings_images(ewa_vit, tmp_path, caplog):
     load_source(save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, naflex_loader=True))
     assert "--naflex-loader" in caplog.text
+    load_source(save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, input_key=".jpg"))
+    assert "--input-key" in caplog.text
     file = save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, class_map="names.txt")
     caplog.clear()
     timm_moe.export_dense(file, tmp_path / "without")
     assert "class map" not in caplog.text
     timm_moe.export_dense(file, tmp_path / "with", label_names=list("abcde"))
     assert "class map 'names.txt'" in caplog.text
+    file = save_as_train_py(
+        tmp_path / "last.pth.tar", ewa_vit, class_map="names.txt", dataset="torch/image_folder"
+    )
+    caplog.clear()
+    timm_moe.export_dense(file, tmp_path / "torch", label_names=list("abcde"))
+    assert "class map" not in caplog.text  # timm ignores it there
+    assert "timm's reader 'torch'" in caplog.text
 
 
 def test_the_epsilon_of_batch_norms_is_that_of_the_training(tmp_path):

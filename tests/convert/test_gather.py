@@ -269,5 +269,5 @@ def test_experts_that_were_cut_off_are_told_of():
         for name, stacked in list(layer.named_expert_parameters()):
             owner, _, last = name.rpartition(".")
             setattr(layer.get_submodule(owner), last, torch.nn.Parameter(stacked.detach()[:2]))
-    with pytest.raises(ValueError, match="made with 4 experts and holds 2 now: .*num_experts=2"):
+    with pytest.raises(ValueError, match=r"made with 4 experts and holds 2 now: .*num_experts=2"):
         timm_moe.to_dense(model)

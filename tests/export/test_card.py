@@ -252,6 +252,36 @@ def test_card_names_the_pretrained_weights_and_their_licence(checkpoint, tmp_pat
     assert not {"base_model", "license"} & metadata.keys()
 
 
+def test_results_are_those_of_a_split_and_its_labels(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    shutil.copy(checkpoint.parent / "summary.csv", tmp_path)
+
+    def card():
+        torch.save(content, tmp_path / "last.pth.tar")
+        card = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+        (result,) = front_matter(card)["model-index"][0]["results"]
+        return result["dataset"], card
+
+    content["args"].dataset = "hfds/uoft-cs/cifar100"
+    content["args"].val_split, content["args"].target_key = "train[90%:]", "coarse_label"
+    dataset, text = card()
+    assert dataset == {
+        "name": "uoft-cs/cifar100",
+        "type": "uoft-cs/cifar100",
+        "split": "train[90%:]",
+        "args": {"labels": "coarse_label"},
+    }
+    measured = "Measured by train.py after that epoch on "
+    assert f"{measured}uoft-cs/cifar100, split `train[90%:]`, labels `coarse_label`." in text
+    content["args"].dataset, content["args"].target_key = "", None
+    for split, told in (
+        ("test", "images of the training run, split `test`."),
+        ("validation", "validation images of the training run."),
+    ):
+        content["args"].val_split = split
+        assert f"{measured}{told}" in card()[1]
+
+
 def test_weights_of_a_repository_are_the_base_and_not_timms_own(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=False)
     content["args"].pretrained, content["args"].model = True, "hf-hub:someone/other@v1"

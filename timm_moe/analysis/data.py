@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
@@ -326,13 +328,18 @@ def mode_of_channels(config: Mapping[str, Any]) -> str:
 
 
 def image_bytes(images: Tensor, model: nn.Module) -> Tensor:
-    """Return a model's images as bytes (B, 3, H, W), as before their normalisation."""
-    config = preprocessing(model)
+    """Return a model's images as bytes (B, 3, H, W), in RGB, as before their normalisation."""
+    config, mode = preprocessing(model), image_mode(model)
     mean, std = (
         torch.tensor(config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std")
     )
     pixels = ((images.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
-    return pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels[:, :3]
+    size = (pixels.shape[3], pixels.shape[2])
+    shown = [
+        Image.frombytes(mode, size, image.permute(1, 2, 0).numpy().tobytes()).convert("RGB")
+        for image in pixels
+    ]
+    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in shown])
 
 
 def reading(loader: Iterable[Any], folder: Path, total: int, inference: Inference) -> Iterator[Any]:

@@ -80,6 +80,10 @@ def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
         raise FileNotFoundError(f"No such folder of images: {data_dir!r}.")
     for place in filter(None, [class_map, class_map and os.path.join(data_dir, split, class_map)]):
         require_file(Path(place))
+    if "[" in split and not os.path.isdir(os.path.join(data_dir, split)):
+        raise ValueError(
+            f"A folder has no parts of a split, as {split!r} asks for: timm takes all."
+        )
     options: Any = {"class_map": class_map}  # a file's name too, though timm annotates a dict
     try:
         dataset = create_dataset("", root=data_dir, split=split, **options)

@@ -537,9 +537,10 @@ def own_numbering(model: nn.Module) -> str | None:
         has_names = get_pretrained_cfg(model).get("label_names")  # They tell the order.
         return None if has_names else shown_name(numbering)
     args: dict[str, str] = getattr(model, "args_of_images", {})
-    if "class_map" in args:  # It may be a path of either kind.
-        return f"with the class map {PureWindowsPath(args['class_map']).name!r}"
     reader = args.get("dataset", "").lower().partition("/")[0]
+    if "class_map" in args and reader != "torch":  # which ignores it
+        # It may be a path of either kind.
+        return f"with the class map {PureWindowsPath(args['class_map']).name!r}"
     if reader in _OTHER_READERS:
         return f"with timm's reader {reader!r}, which numbers the classes itself"
     return None
@@ -580,6 +581,11 @@ def _keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Pat
         )
     if train_args.get("bce_loss"):
         kept["loss"] = "bce"
+    if train_args.get("input_key") and "dataset" not in kept:
+        _logger.warning(
+            f"{path} was trained with --input-key, so on certain files of a folder: here all "
+            "images in a folder count."
+        )
     if train_args.get("naflex_loader"):
         _logger.warning(
             f"{path} was trained with --naflex-loader: here its images are cropped to one size "

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
@@ -139,21 +139,37 @@ def card(facts: Facts, history: History, options: PushOptions) -> str:
     )
     metrics = options.metrics or (history.metrics if is_what_was_measured else {})
     dataset = options.dataset or history.dataset
-    images = (
-        options.dataset if options.metrics else dataset or "validation images of the training run"
-    )
+    measured = _measured_images(history, options)
     text = _filled(
         "card.md",
-        metadata=_metadata(facts, history, options, metrics, images).to_yaml(),
+        metadata=_metadata(facts, history, options, metrics, measured).to_yaml(),
         title=_title(options),
         model=_model(facts, experts, method, is_what_was_measured),
         use=facts.use,
         training=_training(history, dataset),
-        results=_results(history, metrics, images, stated=bool(options.metrics)),
+        results=_results(history, metrics, measured, stated=bool(options.metrics)),
         license=_license(facts, history, stated=bool(options.license)),
         citation=_citation(facts, experts, method),
     )
     return re.sub(r"## \w+\n\n\n+", "", f"{text}\n\n").rstrip() + "\n"  # without empty sections
+
+
+class _Images(NamedTuple):
+    """Images on which a model was measured."""
+
+    name: str | None  # of their data set; None if nobody stated it
+    split: str | None = None  # as train.py was told; None for its default of a folder
+    labels: str | None = None  # name of the data set's column, if train.py was told one
+
+
+def _measured_images(history: History, options: PushOptions) -> _Images:
+    if options.metrics:
+        return _Images(options.dataset)
+    dataset = options.dataset or history.dataset
+    split, labels = (history.options.get(name) for name in ("val_split", "target_key"))
+    if dataset is None and split in (None, "validation"):
+        return _Images("validation images of the training run", None, labels)
+    return _Images(dataset or "images of the training run", split, labels)
 
 
 def _title(options: PushOptions) -> str:
@@ -165,7 +181,7 @@ def _metadata(
     history: History,
     options: PushOptions,
     metrics: dict[str, float],
-    images: str | None,
+    images: _Images,
 ) -> ModelCardData:
     """Return the head of the card, which the Hub reads."""
     dataset = options.dataset or (history.dataset if history.dataset_on_hub else None)
@@ -177,7 +193,9 @@ def _metadata(
             EvalResult(
                 task_type="image-classification",
                 dataset_type=on_hub or "imagefolder",
-                dataset_name=images or "not stated",
+                dataset_name=images.name or "not stated",
+                dataset_split=images.split,
+                dataset_args={"labels": images.labels} if images.labels else None,
                 metric_type=metric_type,
                 metric_name=metric_name,
                 metric_value=value,
@@ -242,7 +260,7 @@ def _training(history: History, dataset: str | None) -> str:
     return f"{text}.\n\n{_table(('option', 'value'), shown)}"
 
 
-def _results(history: History, metrics: dict[str, float], images: str | None, stated: bool) -> str:
+def _results(history: History, metrics: dict[str, float], images: _Images, stated: bool) -> str:
     if not metrics:
         absent = (
             "None: what was measured in training belongs to the expert model, not to this dense "
@@ -250,7 +268,9 @@ def _results(history: History, metrics: dict[str, float], images: str | None, st
         )
         return absent if history.metrics else ""
     where = "Stated by the publisher" if stated else "Measured by train.py after that epoch"
-    on = f" on {images}" if images else ""
+    on = f" on {images.name}" if images.name else ""
+    for word, value in (("split", images.split), ("labels", images.labels)):
+        on += f", {word} `{public(value)}`" if value else ""
     rows = {METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in metrics.items()}
     return f"{where}{on}.\n\n{_table(('metric', 'value'), rows)}"
 

@@ -53,6 +53,9 @@ _TRAINING_OPTIONS = (
     "model_ema",
     "kd_model_name",
     "seed",
+    "train_split",
+    "val_split",
+    "target_key",
 )
 #: Options of which zero says something, since train.py's default is another number.
 _ZERO_COUNTS = ("seed", "weight_decay", "warmup_epochs", "smoothing")

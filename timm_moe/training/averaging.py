@@ -107,9 +107,9 @@ class ExpertWeightAveraging:
     (DCP), make the averaging and call :meth:`seek`.
 
     Each step averages the experts that are among the optimizer's parameters at that time, require
-    gradients, and had one in this step or an earlier one. A parameter that layers share is averaged once, at the first layer's rate.
-    Where all experts are frozen at first, their averaging begins once the optimizer gets them
-    (``add_param_group``), at the rate of that step.
+    gradients, and had one in this step or an earlier one. A parameter that layers share is averaged
+    once, at the first layer's rate. Where all experts are frozen at first, their averaging begins
+    once the optimizer gets them (``add_param_group``), at the rate of that step.
 
     An optimizer may work by another one (timm's Lookahead, SAM) and share its parameter groups.
     Either may be given: the experts are averaged once the outermost step ends. Weights that an
