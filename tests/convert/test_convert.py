@@ -14,6 +14,7 @@ from torch import nn
 
 import timm_moe
 from timm_moe.convert.blocks import select_blocks
+from timm_moe.convert.find import ffn_paths
 from timm_moe.layers import MoeMlp
 
 
@@ -206,6 +207,28 @@ def test_to_dense_is_the_mean_of_the_experts_and_shares_nothing(ewa_vit, images)
         parameter.data.zero_()
     assert ewa_vit.eval()(images).abs().max() > 0
     assert len(timm_moe.moe_layers(ewa_vit)) == 2
+
+
+def test_to_dense_leaves_the_modes_of_a_graph(images):
+    """torchvision's graphs come out of deepcopy in training mode."""
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", features_only=True, feature_cls="fx", out_indices=(1, 3), **SMALL_VIT
+    ).eval()
+    before = model(images)
+    dense = timm_moe.to_dense(model)
+    for network in (model, dense):
+        assert not any(module.training for module in network.modules())
+        for features, expected in zip(network(images), before, strict=True):
+            assert torch.equal(features, expected)
+
+
+def test_the_network_of_a_pooling_head_is_in_no_block():
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", global_pool="map", class_token=False, **SMALL_VIT
+    )
+    alone = ffn_paths(vit)
+    assert alone == [f"blocks.{block}.mlp" for block in range(4)]
+    assert ffn_paths(nn.Sequential(vit, nn.Linear(2, 2))) == [f"0.{path}" for path in alone]
 
 
 def test_to_dense_refuses_a_dense_model_and_unknown_methods(dense_vit, ewa_vit):

@@ -70,6 +70,28 @@ def test_is_a_stock_class_to_timm(ewa_vit, images):
     assert [tuple(feature.shape) for feature in features] == [(6, 32, 4, 4)] * 3
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "out_indices", "told"),
+    [
+        ("vit_tiny_moe", SMALL_VIT, (0, 3), None),
+        ("vit_tiny_moe", SMALL_VIT, (0, 2), "1 of 2 expert layers"),
+        ("vit_tiny_ewa_moe", SMALL_VIT, [0], "2 of 2 expert layers"),
+        (
+            "swin_tiny_patch4_window7_224_ewa_moe",
+            dict(img_size=64, embed_dim=12, depths=(1, 1, 1, 1), moe_layers="tail-1"),
+            (0, 1),
+            "All expert layers",
+        ),
+    ],
+)
+def test_experts_that_a_feature_extractor_leaves_out_are_told_of(
+    name, options, out_indices, told, caplog
+):
+    timm.create_model(name, features_only=True, out_indices=out_indices, **options)
+    found = [line for line in caplog.messages if "feature extractor leaves out" in line]
+    assert [line.partition(" are")[0] for line in found] == ([told] if told else [])
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     ("name", "options"),

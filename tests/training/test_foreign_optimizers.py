@@ -7,8 +7,10 @@ import copy
 import warnings
 
 import pytest
+import timm
 import torch
 from averaging_loop import average_, spread
+from common import SMALL_VIT
 from routed_loop import routed_model
 from timm.layers import Mlp
 from timm.optim import create_optimizer_v2, list_optimizers
@@ -112,6 +114,14 @@ def test_a_layer_that_blocks_share_is_told_of_after_as_many_forwards(few_forward
             model(torch.randn(1, 3, 32, 32)).sum().backward()
         told.append(len(caught))
     assert told == [0, 0, 1, 0]
+
+
+def test_forwards_of_a_feature_extractor_count(few_forwards):
+    model = timm.create_model("vit_tiny_ewa_moe", features_only=True, **SMALL_VIT)
+    images = torch.randn(1, 3, 32, 32)
+    model(images), model(images)
+    with pytest.warns(UserWarning, match="Experts ran forward 3 times in training mode"):
+        model(images)
 
 
 def test_losses_that_nobody_adds_for_an_unseen_optimizer_are_told_of_once(few_forwards):

@@ -50,8 +50,11 @@ def to_dense(
             "The dense model computes another function than the one with experts: train it further "
             "(docs/ones.md)."
         )
-    memo = {id(layer): layer for layer in layers.values()}  # deepcopy leaves them alone
-    return to_dense_(copied(model, memo), method, svd_ratio)
+    own = [
+        tensor for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers())
+    ]
+    # The copies of the layers share their tensors, since they go.
+    return to_dense_(copied(model, {id(tensor): tensor for tensor in own}), method, svd_ratio)
 
 
 def to_dense_(

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+from timm.layers import AttentionPoolLatent
 from torch import nn
 from torchvision.ops import MLP
 
@@ -60,7 +61,11 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
         return _named(model, modules)
     found: dict[str, nn.Module | str] = {}
     names = names_in(model)
+    # The network of a pooling head is in no block, be the model a numbered part of another or not.
+    heads = {module.mlp for module in model.modules() if isinstance(module, AttentionPoolLatent)}
     for name, module in model.named_modules():
+        if module in heads:
+            continue
         if isinstance(module, MoeMlp):
             found[name] = module
         elif _is_of_timm(name, module) or _is_of_another_library(name, module):

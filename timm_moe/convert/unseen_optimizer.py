@@ -2,7 +2,7 @@
 
 The package acts at the steps of torch's optimizers. An optimizer of copies of the parameters, or
 one that is not torch's, takes none. Calls of a part of the model, such as ``forward_features``, are
-not counted.
+not counted; ``forward_intermediates`` is.
 """
 
 import warnings
@@ -27,7 +27,7 @@ def count_forward(model: nn.Module, *args: Any) -> None:
     if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
         return
     state = vars(model)
-    state["forwards_counted"] += 1
+    state["forwards_counted"] = state.get("forwards_counted", 0) + 1
     if state["forwards_counted"] != MOST_FORWARDS:
         return
     layers = find(MoeMlp, model)

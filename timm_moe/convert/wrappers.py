@@ -55,7 +55,10 @@ def copied(model: ModelT, memo: dict[int, Any]) -> ModelT:
     The copy is without the autocast that Accelerate puts around a model's forward, and its parts
     are not compiled, so that its weights have their own names.
     """
+    modes = {name: module.training for name, module in model.named_modules()}
     model = copy.deepcopy(model, memo)
+    for name, module in model.named_modules():  # torchvision's graphs begin in training mode
+        module.training = modes.get(name, module.training)
     if vars(model).pop("_original_forward", None):
         del model.forward
     for part in list(model.modules()):

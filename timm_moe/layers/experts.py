@@ -474,7 +474,7 @@ class Experts(StackedParameters):
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """Make a network of the original class and dropout rates, with these weights.
 
-        The same parameters require gradients as in the experts.
+        The same parameters require gradients as in the experts, and it is in their mode.
         """
         for path, module in self._shared_modules().items():
             self._ffn.set_submodule(path, module)
@@ -486,7 +486,7 @@ class Experts(StackedParameters):
         )
         for name, stacked in self.named_expert_parameters():
             ffn.get_parameter(name).requires_grad_(stacked.requires_grad)
-        return ffn
+        return ffn.train(self.training)
 
     @torch.no_grad()
     def reset_from_dense(self, ffn: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """The mixin that turns a stock timm class into a model class with expert layers."""
 
 import inspect
+import logging
 from typing import Any, ClassVar
 
 from torch import nn
@@ -10,10 +11,17 @@ from ..convert.dense import swapped_for_dense
 from ..convert.expert_layers import expert_biases, moe_layers
 from ..convert.hooks import add_hooks
 from ..convert.registry import moe_options, nearest_option
+from ..convert.unseen_optimizer import count_forward
 from ..integrations.timm import require_installed
 from ..layers import begin_forward
 from ..model_config import RATES, change_pretrained_cfg
 
+_logger = logging.getLogger(__name__)
+
+_LEFT_OUT = (
+    "%s expert layers are in blocks that this feature extractor leaves out: take later "
+    "out_indices, or place the experts by moe_layers."
+)
 #: Options that concern loading or training, not the architecture that an exported model must state.
 _NOT_ARCHITECTURE = (
     "pretrained_cfg",
@@ -97,7 +105,17 @@ class MoeMixin:
         """Return features as the stock class does."""
         # features_only=True calls this method directly, so the model's forward hook does not run.
         begin_forward(self)
+        count_forward(self)
         return super().forward_intermediates(*args, **kwargs)  # type: ignore[misc]
+
+    def prune_intermediate_layers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Remove blocks as the stock class does, and warn if some have experts."""
+        experts = len(moe_layers(self))
+        indices = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]
+        lost = experts - len(moe_layers(self))
+        if lost:
+            _logger.warning(_LEFT_OUT, f"{lost} of {experts}")
+        return indices
 
     def no_weight_decay(self: Any) -> set[str]:
         """Return the names of parameters without weight decay: the stock model's, experts' biases.
@@ -168,6 +186,8 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
         layers = moe_layers(model)
         if layers:
             add_hooks(model, layers.values())
+        elif kwargs.get("num_experts") != 0:
+            _logger.warning(_LEFT_OUT, "All")
 
 
 def state_as_stock(model: nn.Module) -> None:
