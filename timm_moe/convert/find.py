@@ -64,11 +64,11 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     # The network of a pooling head is in no block, be the model a numbered part of another or not.
     heads = {module.mlp for module in model.modules() if isinstance(module, AttentionPoolLatent)}
     for name, module in model.named_modules():
-        if module in heads:
-            continue
         if isinstance(module, MoeMlp):
             found[name] = module
-        elif _is_of_timm(name, module) or _is_of_another_library(name, module):
+            continue
+        is_known = _is_of_timm(name, module) or _is_of_another_library(name, module)
+        if is_known and module not in heads:
             path, network = _place_and_network(name, module)
             if isinstance(network, MoeMlp):
                 continue  # It is found under its own name.

@@ -479,13 +479,10 @@ def _wrapped_methods() -> Iterator[tuple[Any, str, Any]]:
         if is_public and hasattr(module, "build_model_with_cfg"):
             yield module, "build_model_with_cfg", _with_another_build
     for method, position in (("step", "epoch"), ("step_update", "num_updates")):
+        wrap = functools.partial(_at_scheduler_step, position=position)
         for scheduler_class in _scheduler_classes():
             if method in vars(scheduler_class):
-                yield (
-                    scheduler_class,
-                    method,
-                    functools.partial(_at_scheduler_step, position=position),
-                )
+                yield scheduler_class, method, wrap
     yield TrainingTask, "__call__", _with_router_losses
     distillations = (LogitDistillationTask, FeatureDistillationTask, TokenDistillationTask)
     for task in (ClassificationTask, *distillations):
