@@ -71,7 +71,7 @@ def main():
     status = pytest.main(["-n", "auto"], plugins=[counts])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise SystemExit(status)
-    scripts = Path(os.environ.get("TIMM_SCRIPTS", "none")).name
+    scripts = Path(os.environ.get("TIMM_SCRIPTS") or "none").name
     row = [*installed(), scripts, *counts.cells, date.today().isoformat()]
     page = PAGE.read_text() if PAGE.is_file() else HEAD
     PAGE.write_text(with_row(page, row))

@@ -234,18 +234,11 @@ def _model_options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _warn_of_missing_classes(data_dir: str, names: list[str]) -> None:
     """Warn if a class has another number in the images that train.py measures.
 
-    train.py numbers the classes of each split by themselves. Without the split it takes all images.
+    train.py numbers the classes of each split by themselves.
     """
     try:
         images = image_folder(data_dir, "validation")
-    except FileNotFoundError:
-        _logger.warning(
-            f"{data_dir} has no split 'validation': unless the training named another by "
-            "--val-split, train.py measured all images there, those of the training too. Measure "
-            "the model by timm-moe evaluate, and state its accuracy to timm-moe push by --metrics."
-        )
-        return
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return
     measured = class_names(images)
     if measured != names[: len(measured)]:

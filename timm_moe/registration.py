@@ -19,6 +19,8 @@ except ImportError as error:
 try:
     from .integrations import timm as timm_hooks
 except ImportError as error:
+    if (error.name or "").partition(".")[0] not in ("timm", "torch"):
+        raise
     raise ImportError(
         f"timm_moe does not fit timm {timm.__version__} and torch {torch.__version__}: take "
         f"versions that docs/compatibility.md names ({error})."

@@ -410,7 +410,7 @@ def test_without_torchmetrics(splits, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "timm_moe.analysis.evaluation", raising=False)
     monkeypatch.delattr("timm_moe.analysis.metrics", raising=False)
     assert main(["evaluate", "a.pth.tar", "--data-dir", str(splits)]) == 1
-    assert "pip install torchmetrics" in capsys.readouterr().err
+    assert "pip install 'timm_moe[evaluate]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by_number", [False, True])

@@ -143,11 +143,6 @@ def test_names_from_the_training_images(checkpoint, tmp_path, capsys, caplog):
     told = "validation has other classes than the training, and train.py numbers them"
     assert told in caplog.text
     caplog.clear()
-    (tmp_path / "images/validation").rename(tmp_path / "images/test")
-    assert main([*command, str(tmp_path / "vit"), "--overwrite"]) == 0
-    assert "train.py measured all images there, those of the training too" in caplog.text
-    (tmp_path / "images/test").rename(tmp_path / "images/validation")
-    caplog.clear()
     # As train.py numbers them.
     assert _names_in(tmp_path / "vit")[0] == ["a", "b", "c", "x9", "x10"]
     assert (

@@ -293,6 +293,15 @@ def test_no_generator_of_a_gpu_is_seeded(ewa_vit, tmp_path, monkeypatch):
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
 
 
+@pytest.mark.parametrize("export", [timm_moe.export_dense, export_moe])
+def test_a_training_goes_on_with_its_random_numbers(ewa_vit, tmp_path, export):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    export(ewa_vit, tmp_path / "vit")
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_the_images_of_the_check_are_where_the_model_is(dense_vit):
     expected = verify_module.inputs_for(dense_vit, None)
     with torch.device("meta"):  # as if the default device were another one

@@ -74,6 +74,8 @@ def test_is_a_stock_class_to_timm(ewa_vit, images):
     ("name", "options", "out_indices", "told"),
     [
         ("vit_tiny_moe", SMALL_VIT, (0, 3), None),
+        ("vit_xtiny", {}, (0, 3), None),
+        ("widenet_b", {**SMALL_VIT, "num_experts": 0}, (0, 3), None),
         ("vit_tiny_moe", SMALL_VIT, (0, 2), "1 of 2 expert layers"),
         ("vit_tiny_ewa_moe", SMALL_VIT, [0], "2 of 2 expert layers"),
         (

@@ -174,16 +174,15 @@ def test_imports_of_timm_and_torch_are_public():
 def test_the_private_attributes_of_others_are_listed():
     nodes = [node for file in FILES for node in ast.walk(tree_of(file))]
     own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name)}
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     own |= {
         node.attr
         for node in attributes
         if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
     }
-    named_tuple = {"_fields"}
+    own |= {"_fields", "_ffn", "_grouped"}  # of a named tuple, and set by object.__setattr__
     used = {node.attr for node in attributes if re.match(r"_(?!_)", node.attr)}
-    assert used - own - named_tuple == PRIVATE
+    assert used - own == PRIVATE
 
 
 def changes_of_others(tree):

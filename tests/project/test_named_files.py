@@ -53,3 +53,8 @@ def test_the_citation_names_the_version_and_the_papers_of_the_models():
     titles = re.findall(r'^    title: "(.+)"', cited, re.MULTILINE)
     numbers = re.findall(r"arxiv\.org/abs/([\d.]+)", cited)
     assert set(zip(titles, numbers, strict=True)) == papers
+    methods = [
+        page.read_text() for page in DOCS if f"images/concept_{page.stem}.svg" in page.read_text()
+    ]
+    assert methods
+    assert {re.search(r"arxiv\.org/abs/([\d.]+)", text)[1] for text in methods} <= set(numbers)

@@ -160,6 +160,18 @@ def test_a_teacher_under_no_grad_keeps_its_experts(ewa_vit):
     assert moved(teacher, before) == set()
 
 
+def test_a_step_that_frees_its_gradients_is_averaged(ewa_vit):
+    class Freeing(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.zero_grad()
+
+    optimizer = Freeing(apart(ewa_vit).parameters(), lr=0.1)
+    ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=3)
+    still_step(ewa_vit, optimizer)
+    assert max(spreads(ewa_vit).values()) < 1e-5
+
+
 def test_a_run_without_an_end_that_trains_no_experts_is_no_error(ewa_vit):
     ewa_vit.blocks.requires_grad_(False)
     optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.1)

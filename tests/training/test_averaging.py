@@ -102,8 +102,9 @@ def test_the_rate_is_a_tensor_where_a_step_can_be_captured(ewa_vit, schedule):
         for step in range(5):
             train_step(model, optimizer, step)
             rates.append(averaging.share_rate)
-        assert optimizer.param_groups[0][UPDATES] is count
-        assert (int(count), averaging.updates) == (5, 5)
+        counted = optimizer.param_groups[0][UPDATES]
+        assert (counted is count) == capturable
+        assert (int(counted), averaging.updates) == (5, 5)
         outcomes.append(rates)
     assert outcomes[0] == pytest.approx(outcomes[1])
     for a, b in zip(*(model.parameters() for model in models), strict=True):
@@ -358,6 +359,19 @@ def test_a_state_without_a_count_is_told_of_once(ewa_vit, caplog):
     train_step(ewa_vit, optimizer, 0)
     assert averaging.updates == 1
     assert caplog.text.count("no count of updates") == 1
+
+
+def test_a_state_that_was_taken_keeps_its_count(ewa_vit):
+    """As before the first of several folds."""
+    optimizer, averaging = averaged(ewa_vit, schedule="linear", total_updates=4)
+    taken = optimizer.state_dict()
+    for step in range(4):
+        train_step(ewa_vit, optimizer, step)
+    assert averaging.updates == 4
+    optimizer.load_state_dict(taken)
+    assert averaging.updates == 0
+    train_step(ewa_vit, optimizer, 4)
+    assert averaging.share_rate == pytest.approx(0.75 / 4)
 
 
 @pytest.mark.parametrize("loaded_first", [False, True])

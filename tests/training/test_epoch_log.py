@@ -64,6 +64,33 @@ def test_a_resumed_run_goes_on_and_a_new_one_begins_anew(tmp_path):
     assert [entry["epoch"] for entry in read_epochs(tmp_path)] == [0]
 
 
+def test_runs_that_take_turns_have_their_own_experts(tmp_path):
+    """As in a notebook, where both models live."""
+    runs = {}
+    for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"):
+        (tmp_path / name).mkdir()
+        model = timm.create_model(name, **SMALL_VIT, num_experts=4)
+        optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01)
+        scheduler, _ = create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=1)
+        task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), verbose=False)
+        runs[name] = (task, optimizer, scheduler)
+    for epoch in range(2):
+        for name, (task, optimizer, scheduler) in runs.items():
+            task(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))["loss"].backward()
+            optimizer.step()
+            scheduler.step_update(epoch + 1)
+            file = tmp_path / name / "summary.csv"
+            update_summary(epoch, {"loss": 1.0}, {"top1": 1.0}, filename=str(file))
+            scheduler.step(epoch + 1)
+    for entry in read_epochs(tmp_path / "vit_tiny_moe"):
+        assert entry["share_rate"] is None
+        assert all("load" in layer for layer in entry["layers"].values())
+    assert [entry["share_rate"] for entry in read_epochs(tmp_path / "vit_tiny_ewa_moe")] == [
+        pytest.approx(0.15),
+        pytest.approx(0.3),
+    ]
+
+
 def test_a_dense_run_writes_nothing(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
     create_scheduler_v2(create_optimizer_v2(model, opt="sgd"), num_epochs=1, updates_per_epoch=1)

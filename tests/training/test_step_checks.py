@@ -61,6 +61,16 @@ def test_experts_that_are_trained_in_eval_mode_are_told_of_once(dense_vit, caplo
     assert len(caplog.messages) == 1
 
 
+def test_each_run_of_an_optimizer_is_told_anew(ewa_vit, caplog):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    ewa_vit.eval()
+    for runs in (1, 2):
+        timm_moe.start_averaging(ewa_vit, optimizer, 5)
+        train_step(ewa_vit, optimizer, 0)
+        train_step(ewa_vit, optimizer, 1)
+        assert caplog.text.count("trained in eval mode") == runs
+
+
 @pytest.mark.parametrize("made", ["before loading", "after loading", "and sought"])
 @pytest.mark.first_case
 def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, caplog, made):

@@ -329,11 +329,12 @@ def mode_of_channels(config: Mapping[str, Any]) -> str:
 
 def image_bytes(images: Tensor, model: nn.Module) -> Tensor:
     """Return a model's images as bytes (B, 3, H, W), in RGB, as before their normalisation."""
-    config, mode = preprocessing(model), image_mode(model)
+    config = preprocessing(model)
     mean, std = (
         torch.tensor(config[name], device=images.device).view(-1, 1, 1) for name in ("mean", "std")
     )
     pixels = ((images.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
+    mode = "L" if pixels.shape[1] == 1 else image_mode(model)
     size = (pixels.shape[3], pixels.shape[2])
     shown = [
         Image.frombytes(mode, size, image.permute(1, 2, 0).numpy().tobytes()).convert("RGB")

@@ -24,7 +24,7 @@ def to_dense(
 
     Args:
         model: a model with expert layers; it is not changed. Wrappers (DDP, torch.compile, EMA) are
-            taken off. The new model is in its mode, and frozen where it is.
+            taken off. The new model has its modes, and is frozen where it is.
         method: ``"average"``, the mean of the experts (EWA, eq. 7), or one of OneS's: ``"sum"``,
             ``"topk"``, ``"svd"``, ``"random"``; see ``timm_moe.convert.gather``. Only for EWA does
             the mean compute what the model computes in eval mode; otherwise a warning says that
@@ -46,15 +46,16 @@ def to_dense(
         whole_experts(layer)  # raises
     is_exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
     if layers and not is_exact:
+        is_ewa = all(layer.deploys_dense for layer in layers.values())
+        remedy = "take method='average', which is exact" if is_ewa else "train it further"
         _logger.warning(
-            "The dense model computes another function than the one with experts: train it further "
-            "(docs/ones.md)."
+            "The dense model computes another function than the one with experts in %s: %s "
+            "(docs/ones.md).",
+            next(iter(layers)),
+            remedy,
         )
-    own = [
-        tensor for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers())
-    ]
-    # The copies of the layers share their tensors, since they go.
-    return to_dense_(copied(model, {id(tensor): tensor for tensor in own}), method, svd_ratio)
+    memo = {id(layer): layer for layer in layers.values()}  # deepcopy leaves them alone
+    return to_dense_(copied(model, memo), method, svd_ratio)
 
 
 def to_dense_(

@@ -3,6 +3,7 @@
 import copy
 from typing import Any, TypeVar
 
+import timm.utils
 from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,11 +14,13 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 #: take long to import.
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel, AveragedModel, ModelEmaV2, ModelEmaV3)
 _WRAPPERS_BY_NAME = ("FullyShardedDataParallel", "DeepSpeedEngine")
+#: timm's first EMA, which it will remove.
+_FIRST_EMA: Any = getattr(timm.utils, "ModelEma", ())
 
 
 def unwrapped(model: Any) -> nn.Module:
     """Return a model without its wrappers: DDP, torch.compile, EMA."""
-    if type(model).__name__ == "ModelEma":  # timm's first, which it will remove
+    if isinstance(model, _FIRST_EMA):
         return unwrapped(model.ema)
     if isinstance(model, _WRAPPERS) or type(model).__name__ in _WRAPPERS_BY_NAME:
         return unwrapped(model.module)
@@ -57,8 +60,10 @@ def copied(model: ModelT, memo: dict[int, Any]) -> ModelT:
     """
     modes = {name: module.training for name, module in model.named_modules()}
     model = copy.deepcopy(model, memo)
-    for name, module in model.named_modules():  # torchvision's graphs begin in training mode
-        module.training = modes.get(name, module.training)
+    # torchvision's graphs put themselves in training mode, and what the copy shares. Of a model and
+    # its parts, the model comes first.
+    for name, module in model.named_modules():
+        module.train(modes.get(name, module.training))
     if vars(model).pop("_original_forward", None):
         del model.forward
     for part in list(model.modules()):

@@ -158,7 +158,7 @@ class _Images(NamedTuple):
     """Images on which a model was measured."""
 
     name: str | None  # of their data set; None if nobody stated it
-    split: str | None = None  # as train.py was told; None for its default of a folder
+    split: str | None = None  # as train.py was told, unless that is its default
     labels: str | None = None  # name of the data set's column, if train.py was told one
 
 
@@ -166,10 +166,11 @@ def _measured_images(history: History, options: PushOptions) -> _Images:
     if options.metrics:
         return _Images(options.dataset)
     dataset = options.dataset or history.dataset
+    if dataset != history.dataset:
+        return _Images(dataset)
     split, labels = (history.options.get(name) for name in ("val_split", "target_key"))
-    if dataset is None and split in (None, "validation"):
-        return _Images("validation images of the training run", None, labels)
-    return _Images(dataset or "images of the training run", split, labels)
+    of_run = f"{'' if split else 'validation '}images of the training run"
+    return _Images(dataset or of_run, split, labels)
 
 
 def _title(options: PushOptions) -> str:

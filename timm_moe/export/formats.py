@@ -348,7 +348,8 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
         ValueError: unless the model's tensors are those of the file, bit for bit.
     """
     try:
-        with quick_init():
+        # A training that goes on draws what it would have drawn.
+        with torch.random.fork_rng([]), quick_init():
             model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except Exception as error:
         raise ValueError(

@@ -59,6 +59,8 @@ _TRAINING_OPTIONS = (
 )
 #: Options of which zero says something, since train.py's default is another number.
 _ZERO_COUNTS = ("seed", "weight_decay", "warmup_epochs", "smoothing")
+#: Values that say nothing, since they are train.py's defaults.
+_DEFAULTS = {"train_split": "train", "val_split": "validation"}
 #: Options of the augmentation, which ``no_aug`` turns off.
 _AUGMENTATION = ("scale", "aa", "reprob")
 #: Options that mean nothing unless another one is set.
@@ -313,7 +315,8 @@ def _options(args: dict[str, Any], dataset: str | None) -> dict[str, str]:
 def _is_set(name: str, value: Any) -> bool:
     """Tell if an option of train.py has a value that says something."""
     is_zero_that_counts = value == 0 and value is not False and name in _ZERO_COUNTS
-    return is_zero_that_counts or value not in (None, False, "", {})
+    is_given = value not in (None, False, "", {}, _DEFAULTS.get(name))
+    return is_zero_that_counts or is_given
 
 
 def _stated_start(args: dict[str, Any]) -> Any:

@@ -59,6 +59,7 @@ from ..training import epoch_log, router_losses
 from ..training.averaging import ExpertWeightAveraging, forget_updates
 from ..training.optimizers import (
     are_frozen,
+    forget_warnings,
     is_first_time,
     is_primary,
     layers_of_trained_experts,
@@ -178,6 +179,7 @@ def _create_scheduler_v2(*args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(create_scheduler_v2).bind(*args, **kwargs).arguments
     optimizer = arguments["optimizer"]
     register(optimizer)
+    forget_warnings(optimizer)
     trained = trained_layers(parameter_ids(optimizer), living(MoeMlp))
     router_losses.begin_run(trained)
     routed = [layer for layer in trained if not isinstance(layer, EwaMlp)]
@@ -304,6 +306,8 @@ def _at_scheduler_step(method: Any, position: str) -> Any:
         is_epoch = position == "epoch"
         if is_epoch:
             router_losses.log_epoch(self.optimizer)
+        else:
+            register(self.optimizer)  # Its run is the one that trains.
         if isinstance(averaging, _RunAveraging):
             reached = args[0] if args else kwargs[position]
             averaging.begin_at(reached * averaging.updates_per_epoch if is_epoch else reached)
@@ -321,7 +325,7 @@ def _update_summary(*args: Any, **kwargs: Any) -> None:
     """Write an epoch's line to summary.csv, and the experts' statistics to a file beside it."""
     update_summary(*args, **kwargs)
     arguments = inspect.signature(update_summary).bind(*args, **kwargs).arguments
-    for optimizer in living(Optimizer)[-1:]:  # the optimizer of the run that began last
+    for optimizer in living(Optimizer)[-1:]:  # the optimizer of the run that trained last
         epoch_log.write_epoch(Path(arguments["filename"]).parent, arguments["epoch"], optimizer)
         # With --sched none no scheduler has ended the epoch.
         router_losses.log_epoch(optimizer)

@@ -171,8 +171,8 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
     """Note on a model with experts the name and the arguments of its dense form.
 
     A feature extractor has no dense form, since it is never exported. One that holds the stages
-    without their model (timm's FeatureListNet) gets the hooks of that model. A dense model gets
-    neither.
+    without their model (timm's FeatureListNet) gets the hooks of that model. If no stage with
+    experts is left, a warning says so.
 
     Args:
         model: a new model, or timm's feature extractor around it.
@@ -186,7 +186,7 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
         layers = moe_layers(model)
         if layers:
             add_hooks(model, layers.values())
-        elif kwargs.get("num_experts") != 0:
+        else:
             _logger.warning(_LEFT_OUT, "All")
 
 

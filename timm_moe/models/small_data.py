@@ -349,7 +349,8 @@ def _create(
         feature_cfg=feature_cfg,
         **args,
     )
-    note_dense_form(model, dense_form, dense_args)
+    if name != family.dense:
+        note_dense_form(model, dense_form, dense_args)
     if model_class is family.stock_class:
         model.stock_form = family.stock, family.args  # type: ignore[assignment]
     return model

@@ -168,7 +168,8 @@ def create_moe_vit(
         # timm would load DINOv2's weights strictly, but they have no classifier.
         kwargs["num_classes"] = 0
     model = create_vit(model_class, name, variant, pretrained, kwargs)
-    note_dense_form(model, variant.stock, kwargs)
+    if issubclass(model_class, MoeMixin):
+        note_dense_form(model, variant.stock, kwargs)
     return model
 
 

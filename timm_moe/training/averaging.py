@@ -256,7 +256,7 @@ class ExpertWeightAveraging:
         counts = [group.get(UPDATES) for group in groups]
         loaded = [count for count in counts if count is not None]
         if loaded and not any(count is self._count for count in loaded):
-            self._count.fill_(max(map(int, loaded)))
+            self._set_count(max(map(int, loaded)))
         is_lost = groups and not loaded and self.started and self._is_written
         if is_lost and is_first_time(optimizer, "no count"):
             _logger.warning(
@@ -266,6 +266,17 @@ class ExpertWeightAveraging:
         if any(count is not self._count for count in counts):
             self._write_count()
         return self._count
+
+    def _set_count(self, count: int | Tensor) -> None:
+        """Set the count. On a device it stays the tensor that a CUDA graph adds to.
+
+        On the host it is a new one, since a state of the optimizer that was taken holds the old.
+        """
+        if self._is_on_device:
+            self._count.copy_(torch.as_tensor(count))
+        else:
+            self._count = torch.tensor(int(count))
+            self._write_count()
 
     def _write_count(self) -> None:
         """Put the count into every group, since any of them may be taken out."""
@@ -277,7 +288,7 @@ class ExpertWeightAveraging:
         """Continue after this many updates."""
         self._is_sought = True
         is_new = updates != self.updates
-        self._count.fill_(updates)
+        self._set_count(updates)
         if is_new and self.has_experts and is_primary():
             _logger.info(
                 f"EWA: the share rate continues after update {updates} of {self.total_updates}."
@@ -308,6 +319,7 @@ class ExpertWeightAveraging:
             return
         self._due = []
         self._due = self._experts_due(held)
+        self._note_trained()
         is_known = self.started or self._is_sought or self.updates
         if not is_known and _has_stepped(optimizer) and is_first_time(optimizer, "seek"):
             _logger.warning(
@@ -333,15 +345,9 @@ class ExpertWeightAveraging:
                     due.setdefault(id(stacked), (stacked, rate))
         return list(due.values())
 
-    def _trained_ones(
-        self, due: list[tuple[Tensor, Rate]], optimizer: Optimizer
-    ) -> list[tuple[Tensor, Rate]]:
-        """Leave out experts that nothing ever trained, as those of a teacher under no_grad."""
-        for stacked, _ in due:
-            # A resumed optimizer has a state of what it trained before.
-            if stacked.grad is not None or optimizer.state.get(stacked):
-                self._trained.add(id(stacked))
-        return [(stacked, rate) for stacked, rate in due if id(stacked) in self._trained]
+    def _note_trained(self) -> None:
+        """Note which experts have a gradient; those of a teacher under no_grad never have one."""
+        self._trained.update(id(stacked) for stacked, _ in self._due if stacked.grad is not None)
 
     def _progress(self) -> Rate:
         """Return the completed fraction of all updates after the step that begins, at most 1.
@@ -392,17 +398,18 @@ class ExpertWeightAveraging:
         """Count the step and average; a hook after the step of each optimizer that is followed."""
         if not self._steps.end(optimizer):
             return
-        due = self._trained_ones(self._due, optimizer)
+        self._note_trained()  # A closure computes gradients within the step.
+        due = [each for each in self._due if id(each[0]) in self._trained]
         self._due = []
         if is_skipped(optimizer):
             return
         self.started = True
-        count = self._counted().add_(1)
+        self._set_count(self._counted() + 1)
         self._last_rate = due[0][1] if due else 0.0
         average_(due)
         average_kept_(self._steps.optimizers, due)
         can_tell = self.has_experts and not self._is_on_device
-        is_beyond = can_tell and int(count) > 1.1 * self.total_updates
+        is_beyond = can_tell and int(self._count) > 1.1 * self.total_updates
         if is_beyond and is_first_time(optimizer, "beyond the end"):
             _logger.warning(
                 f"EWA: training goes on after update {self.updates}, but the share rate's schedule "

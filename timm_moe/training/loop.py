@@ -16,6 +16,7 @@ from ..layers.router_totals import Reader
 from .averaging import ExpertWeightAveraging, forget_updates, stated_updates
 from .optimizers import (
     are_frozen,
+    forget_warnings,
     layers_of_trained_experts,
     parameter_ids,
     require_parameters,
@@ -64,6 +65,7 @@ def start_averaging(
     if not averaged:
         return None
     optimizer = with_hooks(optimizer)
+    forget_warnings(optimizer)
     held = parameter_ids(optimizer)
     if not layers_of_trained_experts(held, averaged):
         if not are_frozen(averaged):

@@ -114,6 +114,11 @@ def is_first_time(optimizer: Optimizer, warning: str) -> bool:
     return is_first
 
 
+def forget_warnings(optimizer: Optimizer) -> None:
+    """Let the run that begins be told of everything again."""
+    vars(optimizer).pop("_timm_moe_warnings", None)
+
+
 def is_distributed() -> bool:
     """Return True if several processes train."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
