@@ -255,11 +255,23 @@ def test_every_sequence_of_a_reference_optimizer_is_averaged(ewa_vit):
     layers = layers_alone(ewa_vit)
     optimizer = ThreeSequences(layers.parameters())
     ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=2)
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     for parameter in layers.parameters():
         for name, weights in optimizer.state[parameter].items():
             mean = weights.mean(0).expand_as(weights)
             torch.testing.assert_close(weights, mean, rtol=0, atol=1e-6, msg=name)
+
+
+def test_an_optimizer_that_needs_no_gradients_is_told_of(ewa_vit, caplog):
+    layers = layers_alone(ewa_vit)
+    optimizer = ThreeSequences(layers.parameters())
+    averaging = ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=2)
+    optimizer.step()
+    optimizer.step()
+    assert averaging.share_rate == 0
+    assert caplog.text.count("have no gradients, so they are not averaged") == 1
 
 
 #: Optimizers whose steps follow weights, norms of whole tensors aside: averaging changes their

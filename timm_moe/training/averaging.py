@@ -400,6 +400,11 @@ class ExpertWeightAveraging:
             return
         self._note_trained()  # A closure computes gradients within the step.
         due = [each for each in self._due if id(each[0]) in self._trained]
+        if self._due and not self._trained and is_first_time(optimizer, "no gradients"):
+            _logger.warning(
+                "EWA: the experts that this optimizer holds have no gradients, so they are not "
+                "averaged."
+            )
         self._due = []
         if is_skipped(optimizer):
             return
