@@ -362,7 +362,7 @@ def test_a_state_without_a_count_is_told_of_once(ewa_vit, caplog):
 
 
 def test_a_state_that_was_taken_keeps_its_count(ewa_vit):
-    """As before the first of several folds."""
+    """Such a state is loaded before each of several folds."""
     optimizer, averaging = averaged(ewa_vit, schedule="linear", total_updates=4)
     taken = optimizer.state_dict()
     for step in range(4):

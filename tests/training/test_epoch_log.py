@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_and_a_new_one_begins_anew(tmp_path):
 
 
 def test_runs_that_take_turns_have_their_own_experts(tmp_path):
-    """As in a notebook, where both models live."""
+    """Both models live in one process, such as a notebook."""
     runs = {}
     for name in ("vit_tiny_moe", "vit_tiny_ewa_moe"):
         (tmp_path / name).mkdir()
