@@ -44,9 +44,8 @@ def to_dense(
     layers = moe_layers(model)
     for layer in layers.values():
         whole_experts(layer)  # raises
-    is_exact = method == "average" and all(layer.deploys_dense for layer in layers.values())
-    if layers and not is_exact:
-        is_ewa = all(layer.deploys_dense for layer in layers.values())
+    is_ewa = all(layer.deploys_dense for layer in layers.values())
+    if layers and not (is_ewa and method == "average"):
         remedy = "take method='average', which is exact" if is_ewa else "train it further"
         _logger.warning(
             "The dense model computes another function than the one with experts in %s: %s "
