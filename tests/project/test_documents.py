@@ -143,6 +143,11 @@ loader = DataLoader(dataset, 1)
     + "routed = timm.create_model('vit_small_moe', num_classes=100)\n"
     + "torch.save(routed.state_dict(), 'last.pth.tar')\n",
     "docs/ones.md: Gathering": IMPORTS + SMALL_MODEL,
+    "docs/ones.md: Distillation in a loop of your own": IMPORTS
+    + SMALL_MODEL
+    + "timm_moe.export_moe(model, 'teacher-folder')\n"
+    + "timm_moe.export_dense(model, 'student-folder')\n"
+    + "loader = [(torch.randn(3, 3, 32, 32), torch.arange(3))]\n",
     "docs/pbe.md: The method": IMPORTS
     + SMALL_MODEL.replace("vit_small_moe", "vmoe_pbe_s32")
     + TRAINING.replace("224", "32"),
@@ -209,6 +214,10 @@ AFTER = {
     "docs/upcycle.md: A detection backbone, in and out": ""
     "assert type(detector.backbone.features[1][1].mlp) "
     "is type(torchvision.models.swin_t().features[1][1].mlp)",
+    "docs/ones.md: Distillation in a loop of your own": (
+        "assert all(weight.grad is not None for weight in student.parameters())\n"
+        "assert all(weight.grad is None for weight in teacher.parameters())"
+    ),
     "docs/trainers.md: Hugging Face Trainer": EXPORTED,
     "docs/trainers.md: Lightning": EXPORTED,
     "docs/trainers.md: A loop of your own": EXPORTED,

@@ -243,6 +243,7 @@ def test_candidates_average_as_they_say():
     candidates.rate_by_depth(model)
     averaging = ExpertWeightAveraging(model, optimizer, total_updates=20)
     experts = [layer.fc1.weight for layer in moe_layers(model).values()]
+    model(torch.randn(1, 3, 224, 224)).sum().backward()
     for step in range(1, 21):
         before = [stacked.detach().clone() for stacked in experts]
         optimizer.step()
