@@ -171,6 +171,25 @@ def test_a_folder_is_the_start_of_a_training_by_pretrained_alone(checkpoint, tmp
     assert ("it began from the weights of `local-dir:teacher`" in card) == pretrained
 
 
+@pytest.mark.parametrize(
+    ("args", "start"),
+    [
+        (dict(), None),
+        (dict(initial_checkpoint="first.pth.tar"), "first.pth.tar"),
+        (dict(initial_checkpoint="first.pth.tar", no_resume_opt=True), "last.pth.tar"),
+        (dict(pretrained=True, no_resume_opt=True), "last.pth.tar"),
+    ],
+)
+def test_a_resumed_run_names_where_its_weights_began(checkpoint, tmp_path, args, start):
+    content = torch.load(checkpoint, weights_only=False)
+    assert content["args"].resume.endswith("/last.pth.tar")
+    vars(content["args"]).update(args)
+    torch.save(content, tmp_path / "resumed.pth.tar")
+    card = push_moe(tmp_path / "resumed.pth.tar", "user/vit", dry_run=True).card
+    told = re.findall("it began from the weights of `(.*?)`", card)
+    assert told == ([] if start is None else [start])
+
+
 def test_card_of_a_dense_model_made_of_routed_experts_claims_no_results(checkpoints):
     card = push_dense(checkpoints["vit_tiny_moe"], "user/vit", dry_run=True).card
     assert "model-index" not in front_matter(card)

@@ -368,6 +368,37 @@ def test_a_resumed_run_with_validation_is_the_uninterrupted_one(tmp_path):
     assert largest_difference(whole, part) == 0.0
 
 
+class Rates(lightning.Callback):
+    """Keeps the share rate of each step."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_train_batch_end(self, trainer, *args):
+        averaging = ExpertWeightAveraging.of(trainer.optimizers[0])
+        self.rates.append(round(averaging.share_rate, 6))
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "rates"),
+    [
+        (8, dict(max_epochs=4), [0.175, 0.2, 0.225, 0.25, 0.275, 0.3]),
+        (2, dict(max_epochs=3), [round(0.2 + 0.1 * step / 12, 6) for step in range(1, 13)]),
+        (8, dict(max_epochs=-1, max_steps=15), [0.26, 0.28, 0.3]),
+    ],
+    ids=["larger", "smaller", "steps"],
+)
+def test_a_run_that_resumes_with_other_batches_goes_on_at_its_epoch(
+    batch, options, rates, tmp_path
+):
+    checkpoint = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer(checkpoint, enable_checkpointing=True).fit(Classifier(*EWA), loader())
+    images = DataLoader(loader().dataset, batch)
+    seen = Rates()
+    trainer(seen, **options).fit(Classifier(*EWA), images, ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert seen.rates == rates
+
+
 def averaging_weights():
     return [EMAWeightAveraging(decay=0.5)]
 

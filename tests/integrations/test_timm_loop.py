@@ -190,6 +190,40 @@ def test_a_resumed_run_that_starts_at_epoch_0_begins_its_schedule_anew(tmp_path)
     assert resumed.rates == [FULL_RUN[3], *FULL_RUN[1:]]
 
 
+@pytest.mark.parametrize(
+    "positions", [dict(step_update=6), dict(step=2)], ids=["on updates", "on epochs"]
+)
+def test_fewer_updates_of_an_epoch_at_a_resume_are_no_short_epoch(ewa_vit, positions, caplog):
+    """train.py states a position in updates with ``--sched-on-updates``, else in epochs."""
+    optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=1e-3)
+    # The state's count is that of two epochs of four updates.
+    optimizer.param_groups[0]["ewa_updates"] = torch.tensor(8)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=4, updates_per_epoch=3)
+    for method, position in positions.items():
+        getattr(scheduler, method)(position)
+    averaging = ExpertWeightAveraging.of(optimizer)
+    for update in range(6, 12):
+        ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+        optimizer.step()
+        scheduler.step_update(update + 1)
+        if update % 3 == 2:
+            scheduler.step(update // 3 + 1)
+    assert averaging.updates == 12
+    assert averaging.share_rate == pytest.approx(0.3)
+    assert "will not reach its end" not in caplog.text
+
+
+def test_a_loop_that_numbers_its_steps_from_0_keeps_its_count(ewa_vit):
+    optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=1e-3)
+    optimizer.param_groups[0]["ewa_updates"] = torch.tensor(3)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=3)
+    for update in range(3, 6):
+        ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+        optimizer.step()
+        scheduler.step_update(update)
+    assert ExpertWeightAveraging.of(optimizer).updates == 6
+
+
 def test_without_scheduler_nor_optimizer_state_the_schedule_starts_over(tmp_path, caplog):
     Training(tmp_path, sched="none").run(epochs=1)
     with caplog.at_level(logging.INFO):

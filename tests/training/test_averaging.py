@@ -424,6 +424,20 @@ def test_a_run_that_begins_at_each_epoch_is_told_of(ewa_vit, caplog):
         train_step(ewa_vit, optimizer, epoch)
 
 
+@pytest.mark.parametrize("updates", [0, 6])
+def test_a_state_of_uncounted_steps_is_told_of(ewa_vit, updates, caplog):
+    """It is that of a first part without averaging, and is loaded after the start."""
+    first = torch.optim.AdamW(ewa_vit.parameters())
+    for _ in range(6):
+        still_step(ewa_vit, first)
+    optimizer = torch.optim.AdamW(ewa_vit.parameters())
+    averaging = timm_moe.start_averaging(ewa_vit, optimizer, total_updates=10, updates=updates)
+    optimizer.load_state_dict(first.state_dict())
+    still_step(ewa_vit, optimizer)
+    assert averaging.updates == updates + 1
+    assert ("took steps that nobody counted" in caplog.text) == (updates == 0)
+
+
 def test_two_models_of_an_optimizer_are_started_at_once(ewa_vit):
     models = nn.ModuleList([ewa_vit, copy.deepcopy(ewa_vit)])
     optimizer = torch.optim.SGD(models.parameters(), lr=0.1)

@@ -116,7 +116,9 @@ class ExpertCallback(Callback):
         if is_trial:
             self._trials.add(averaging)
         self._run.callback(averaging.remove)
-        if not pl_module.automatic_optimization:
+        if pl_module.automatic_optimization:
+            _place_in_epoch(averaging, trainer)
+        else:
             rank_zero_warn(
                 f"Manual optimization: the share rate reaches its end after {total_updates} steps "
                 "of the optimizer. If it takes another number, make timm_moe.ExpertWeightAveraging "
@@ -196,6 +198,20 @@ class ExpertCallback(Callback):
                 vars(pl_module)[name] = own
 
         vars(pl_module)[name] = MethodType(hook, pl_module)
+
+
+def _place_in_epoch(averaging: Started, trainer: Any) -> None:
+    """Begin a resumed run at its epoch where its count of steps does not lie in that epoch.
+
+    The run may have larger or smaller batches than the one that it continues, or other processes.
+    Where a number of steps ends the run, the count stays.
+    """
+    if averaging.total_updates == trainer.max_steps:
+        return
+    updates_per_epoch = averaging.total_updates // trainer.max_epochs
+    begin = trainer.current_epoch * updates_per_epoch
+    if not begin <= averaging.updates <= begin + updates_per_epoch:
+        averaging.seek(begin)
 
 
 def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:

@@ -60,6 +60,7 @@ from ..training.averaging import ExpertWeightAveraging, forget_updates
 from ..training.optimizers import (
     are_frozen,
     forget_warnings,
+    has_stepped,
     is_first_time,
     is_primary,
     layers_of_trained_experts,
@@ -214,7 +215,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
             forget_updates(optimizer)
     # The run begins at update 0, unless the optimizer's state holds a count.
     averaging = _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch)
-    if not averaging.updates:
+    if not averaging.updates and has_stepped(optimizer):
         averaging.seek(0)
 
 
@@ -252,6 +253,11 @@ class _RunAveraging(ExpertWeightAveraging):
         if self.has_experts:
             super()._write_count()
 
+    def seek(self, updates: int) -> None:
+        """Continue after this many updates."""
+        super().seek(updates)
+        self._updates_before = updates  # The steps of an epoch are counted from here.
+
     def end_epoch(self, optimizer: Optimizer) -> None:
         """Warn once of an epoch with far fewer optimizer steps than ``updates_per_epoch``.
 
@@ -281,11 +287,12 @@ class _RunAveraging(ExpertWeightAveraging):
         """Take the position of the scheduler after the first step, if the count is ahead of it.
 
         Then the count came with the optimizer, but the scheduler began anew, as with train.py's
-        ``--resume FILE --start-epoch 0``. train.py states no position before that run.
+        ``--resume FILE --start-epoch 0``. train.py states no position before that run. A loop that
+        numbers its steps from 0, as Swin's, is one behind the count, and did not begin anew.
         """
         if self.started and not self._has_begun:
             self._has_begun = True
-            if 0 < updates < self.updates:
+            if 0 < updates < self.updates - 1:
                 self.seek(updates)
 
 

@@ -15,6 +15,7 @@ from ..layers.living import living, register, unregister
 from ..schedules import check_share_rate, get_schedule
 from .optimizers import (
     are_frozen,
+    has_stepped,
     is_first_time,
     is_primary,
     is_skipped,
@@ -321,7 +322,7 @@ class ExpertWeightAveraging:
         self._due = self._experts_due(held)
         self._note_trained()
         is_known = self.started or self._is_sought or self.updates
-        if not is_known and _has_stepped(optimizer) and is_first_time(optimizer, "seek"):
+        if not is_known and has_stepped(optimizer) and is_first_time(optimizer, "seek"):
             _logger.warning(
                 "EWA: this optimizer took steps that nobody counted, and the share rate's schedule "
                 "begins. To resume, call averaging.seek(updates) with the steps that were averaged "
@@ -421,17 +422,3 @@ class ExpertWeightAveraging:
                 f"ended at total_updates={self.total_updates}: state the number of optimizer steps "
                 "in the whole run."
             )
-
-
-def _has_stepped(optimizer: Optimizer) -> bool:
-    """Tell if an optimizer's state counts a step.
-
-    torch makes a state by a first step, which does not count here. Not all optimizers count steps.
-    """
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    steps: list[Any] = [state.get("step") for state in states]
-    for step in steps:
-        is_scalar = isinstance(step, Tensor) and step.numel() == 1
-        if (is_scalar or isinstance(step, (int, float))) and float(step) > 1:
-            return True
-    return False

@@ -17,6 +17,7 @@ from .averaging import ExpertWeightAveraging, forget_updates, stated_updates
 from .optimizers import (
     are_frozen,
     forget_warnings,
+    has_stepped,
     layers_of_trained_experts,
     parameter_ids,
     require_parameters,
@@ -83,7 +84,9 @@ def start_averaging(
         )
     _end_earlier(optimizer, layers, updates)
     averaging = Started(model, optimizer, total_updates=int(total_updates))
-    averaging.seek(updates)
+    # A state without a count may be loaded into a new optimizer: its first step tells of that.
+    if updates or has_stepped(optimizer):
+        averaging.seek(updates)
     return averaging
 
 

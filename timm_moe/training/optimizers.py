@@ -62,6 +62,20 @@ def require_parameters(optimizer: Optimizer, model: nn.Module) -> None:
         )
 
 
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Tell if an optimizer's state counts a step.
+
+    torch makes a state by a first step, which does not count here. Not all optimizers count steps.
+    """
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    steps: list[Any] = [state.get("step") for state in states]
+    for step in steps:
+        is_scalar = isinstance(step, Tensor) and step.numel() == 1
+        if (is_scalar or isinstance(step, (int, float))) and float(step) > 1:
+            return True
+    return False
+
+
 def is_skipped(optimizer: Optimizer) -> bool:
     """Tell if the optimizer's step leaves the parameters as they are, since a gradient overflowed.
 

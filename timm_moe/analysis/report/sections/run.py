@@ -165,7 +165,7 @@ def _part(
     choice: str | None = None,
     percent: bool = False,
 ) -> Part | None:
-    """Draw the finite values, with a sentence on the epochs of the others.
+    """Draw the finite values, with sentences on the epochs that are missing.
 
     Args:
         title: the question that the part answers.
@@ -181,6 +181,9 @@ def _part(
     """
     known = _finite(points)
     lost = _lost(sorted({point["epoch"] for point in points if not _is_finite(point["value"])}))
+    first = min((point["epoch"] for point in points), default=0)
+    if first > 0:  # A resumed run may have written to another folder.
+        lost = f"{lost} Nothing is known here of the epochs before {first}.".strip()
     if not known:
         return Part(title, lost) if lost else None
     chart = charts.lines(known, series, y_title, percent)
@@ -278,7 +281,11 @@ def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | Non
     if first == last:
         verdict = "They are together." if end < TOGETHER else "They are not together."
     elif end < TOGETHER:
-        verdict = "They were together all along." if begin < TOGETHER else "They came together."
+        verdict = (
+            f"They were together from epoch {first} on."
+            if begin < TOGETHER
+            else "They came together."
+        )
     elif end < 0.9 * begin:
         verdict = "They came closer to each other."
     else:
