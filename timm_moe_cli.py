@@ -109,9 +109,6 @@ def _export(parser: argparse.ArgumentParser) -> None:
     _add_class_options(parser)
     _add_spec_options(parser)
     _add_overwrite(parser, "replace the model in a folder that is not empty")
-    parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="export weights that contain NaN or Inf"
-    )
 
 
 def _push(parser: argparse.ArgumentParser) -> None:

@@ -129,7 +129,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     """Write a dense model, or the expert model, to a folder and say how it was checked."""
-    options = _model_options(args, "use_ema", "overwrite", "allow_nonfinite")
+    options = _model_options(args, "use_ema", "overwrite")
     if args.moe:
         path = export_moe(args.source, args.output_dir, **options)
         show(

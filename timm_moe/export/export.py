@@ -69,7 +69,6 @@ def export_dense(
     *,
     svd_ratio: float | None = None,
     overwrite: bool = False,
-    allow_nonfinite: bool = False,
     **options: Any,
 ) -> Export:
     """Write the dense form of an expert model.
@@ -96,7 +95,6 @@ def export_dense(
         method: how the experts become one network, see :func:`timm_moe.to_dense`.
         svd_ratio: for ``method="svd"``, see there.
         overwrite: replace the model in a folder that already holds something.
-        allow_nonfinite: export weights that contain NaN or Inf.
         **options: ``spec``, ``use_ema``, ``model_args``, ``license``, ``example_inputs``,
             ``label_names`` and ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`. A
             model of transformers that does not state its image size needs ``example_inputs``; other
@@ -112,8 +110,8 @@ def export_dense(
     """
     settings = ModelOptions.of(export_dense, **options)
     target = check_target(output_dir, overwrite, source)
-    layout = opened(source, settings, method, allow_nonfinite)
-    written = write_dense(layout, target, settings, method, svd_ratio, overwrite, allow_nonfinite)
+    layout = opened(source, settings, method)
+    written = write_dense(layout, target, settings, method, svd_ratio, overwrite)
     architecture, size = architecture_of(written.model), parameters(written.model)
     return Export(
         target, architecture, size, written.largest_difference, written.exact, layout.library
@@ -126,7 +124,6 @@ def export_moe(
     model_args: dict[str, Any] | None = None,
     *,
     overwrite: bool = False,
-    allow_nonfinite: bool = False,
     **options: Any,
 ) -> Path:
     """Write an expert model with its experts.
@@ -145,7 +142,6 @@ def export_moe(
         model_args: arguments that ``timm.create_model`` needs for it, where timm does not record
             them.
         overwrite: as for :func:`export_dense`.
-        allow_nonfinite: as for :func:`export_dense`.
         **options: the others of :func:`export_dense`, whose errors are raised too.
 
     Raises:
@@ -153,8 +149,8 @@ def export_moe(
     """
     settings = ModelOptions.of(export_moe, **options, model_args=model_args)
     target = check_target(output_dir, overwrite, source)
-    layout = opened(source, settings, None, allow_nonfinite)
-    write_moe(layout, target, settings, overwrite, allow_nonfinite)
+    layout = opened(source, settings, None)
+    write_moe(layout, target, settings, overwrite)
     return target
 
 
@@ -189,7 +185,6 @@ def opened(
     source: nn.Module | str | Path,
     settings: ModelOptions,
     method: str | None = None,
-    allow_nonfinite: bool = False,
 ) -> Format:
     """Load a source, or copy a model in memory, and describe it; see :func:`checked_format`."""
     if isinstance(source, nn.Module):
@@ -197,14 +192,13 @@ def opened(
     else:
         _logger.info("Loading %s ...", source)
         model = load_source(source, settings.spec, settings.use_ema)
-    return checked_format(model, settings, method, allow_nonfinite)
+    return checked_format(model, settings, method)
 
 
 def checked_format(
     model: nn.Module,
     settings: ModelOptions,
     method: str | None = None,
-    allow_nonfinite: bool = False,
 ) -> Format:
     """Check the exporter's own model and describe it for export.
 
@@ -217,8 +211,7 @@ def checked_format(
             f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() "
             "returns."
         )
-    if not allow_nonfinite:
-        require_finite_weights(model)
+    require_finite_weights(model)
     history = history_of(model, method)
     if settings.spec is not None and (settings.spec.kwargs or settings.spec.preprocessing):
         history = replace(history, metrics={})  # they were measured of another function
@@ -226,13 +219,13 @@ def checked_format(
 
 
 def require_finite_weights(model: nn.Module) -> None:
-    """Raise ValueError if a weight is NaN or Inf."""
+    """Raise ValueError if a parameter holds NaN or Inf, or a buffer NaN; masks may hold Inf."""
+    parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor) and not tensor.isfinite().all():
-            raise ValueError(
-                f"{name} holds NaN or Inf; pass --allow-nonfinite (allow_nonfinite=True) to export "
-                "it."
-            )
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.isnan().any() or (name in parameters and tensor.isinf().any()):
+            raise ValueError(f"{name} holds NaN or Inf, so it is not exported.")
 
 
 # --- make dense; write, verify and publish
@@ -255,7 +248,6 @@ def write_dense(
     method: str,
     svd_ratio: float | None = None,
     overwrite: bool = False,
-    allow_nonfinite: bool = False,
 ) -> Written:
     """Make a described model dense and write it; see :func:`export_dense`.
 
@@ -272,14 +264,14 @@ def write_dense(
             f"The dense model that method={method!r} makes of the experts is not the one that was "
             f"trained: validate it, or train it further, before you use it.{better}"
         )
-    expected = source_outputs(layout.model, inputs, allow_nonfinite) if exact else None
+    expected = source_outputs(layout.model, inputs) if exact else None
     if layers or method != "average":
         _logger.info("Making one network of the experts and checking the result ...")
         del layers  # each layer goes before the next network is made
         to_dense_(layout.model, method, svd_ratio)
     state_as_stock(layout.model)
     if not exact:
-        expected = source_outputs(layout.model, inputs, allow_nonfinite)
+        expected = source_outputs(layout.model, inputs)
     return _write(layout, inputs, expected, exact, target, overwrite)
 
 
@@ -288,12 +280,11 @@ def write_moe(
     target: Path,
     settings: ModelOptions,
     overwrite: bool = False,
-    allow_nonfinite: bool = False,
 ) -> Written:
     """Write a described model with its experts; see :func:`export_moe`."""
     _require_registered_experts(layout.model)
     inputs = inputs_for(layout.model, settings.example_inputs)
-    expected = source_outputs(layout.model, inputs, allow_nonfinite)
+    expected = source_outputs(layout.model, inputs)
     return _write(layout, inputs, expected, True, target, overwrite)
 
 

@@ -228,7 +228,7 @@ def _loaded(copy: Path, folder: Path) -> nn.Module:
     try:
         model = load_folder(f"local-dir:{copy}", ModelSpec(), called=str(folder))
         require_finite_weights(model)
-        source_outputs(model, inputs_for(model, None), allow_nonfinite=False)
+        source_outputs(model, inputs_for(model, None))
     except ValueError as error:
         raise ValueError(str(error).replace(str(copy), str(folder))) from error
     return model

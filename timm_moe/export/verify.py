@@ -11,7 +11,7 @@ from torch.fx.node import map_aggregate
 from ..console import describe
 from ..model_config import get_pretrained_cfg, is_of_timm, model_input_size
 from ..outputs import outputs, tensors_in
-from .formats import equal_with_nan, is_of_transformers
+from .formats import is_of_transformers
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _image_shape(model: Any) -> tuple[int, ...] | None:
     )
 
 
-def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
+def source_outputs(model: nn.Module, inputs: Any) -> Any:
     """Run a model before its export.
 
     Raises:
@@ -93,10 +93,10 @@ def source_outputs(model: nn.Module, inputs: Any, allow_nonfinite: bool) -> Any:
         raise ValueError(
             f"The model does not run on inputs of shape {shapes}; {remedy}: {describe(error)}"
         ) from error
-    if not allow_nonfinite and not all(tensor.isfinite().all() for tensor in tensors_in(expected)):
+    if not all(tensor.isfinite().all() for tensor in tensors_in(expected)):
         raise ValueError(
-            "The model's weights are finite, but its outputs on random images hold NaN or Inf; "
-            "pass --allow-nonfinite (allow_nonfinite=True) to export it all the same."
+            "The model's weights are finite, but its outputs on random images hold NaN or Inf, so "
+            "it is not exported."
         )
     return expected
 
@@ -130,7 +130,7 @@ def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:
-    if equal_with_nan(expected, actual):
+    if torch.equal(expected, actual):
         return 0.0
     if not expected.is_floating_point():
         expected, actual = expected.double(), actual.double()
