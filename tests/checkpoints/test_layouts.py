@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers: EMA weights by their names, and what lies beside the tensors."""
+"""Checkpoints of train.py and other trainers: EMA weights, and what lies beside the tensors."""
 
 import argparse
 import collections
@@ -36,52 +36,6 @@ def prefixed(prefix, state_dict):
     return {prefix + name: tensor for name, tensor in state_dict.items()}
 
 
-EMA = {
-    "train.py": lambda trained, ema: {
-        "state_dict": trained.state_dict(),
-        "state_dict_ema": ema.state_dict(),
-    },
-    "model_ema": lambda trained, ema: {
-        "model": trained.state_dict(),
-        "model_ema": ema.state_dict(),
-    },
-    "timm's class": lambda trained, ema: {
-        "model": trained.state_dict(),
-        "model_ema": ModelEmaV3(ema).state_dict(),
-    },
-    "ema with its decay": lambda trained, ema: {
-        "model": trained.state_dict(),
-        "ema": {"module": ema.state_dict(), "decay": 0.999, "updates": 7},
-    },
-    "torch's class": lambda trained, ema: {
-        "state_dict": trained.state_dict(),
-        "ema": AveragedModel(ema).state_dict(),
-    },
-    "compiled": lambda trained, ema: {
-        "model": trained.state_dict(),
-        "model_ema": torch.compile(ema).state_dict(),
-    },
-    "Lightning's WeightAveraging": lambda trained, ema: {
-        "state_dict": prefixed("model.", ema.state_dict()),
-        "current_model_state": prefixed("model.", trained.state_dict()),
-        "averaging_state": {"n_averaged": torch.tensor(3)},
-    },
-    "part of a Lightning module": lambda trained, ema: {
-        "state_dict": {
-            **prefixed("model.", trained.state_dict()),
-            **prefixed("ema_model.module.", ema.state_dict()),
-            "ema_model.n_averaged": torch.tensor(3),
-        }
-    },
-    "a callback of Lightning": lambda trained, ema: {
-        "state_dict": prefixed("model.", trained.state_dict()),
-        "callbacks": {
-            "EMACallback{'decay': 0.9}": {"ema_state_dict": prefixed("model.", ema.state_dict())}
-        },
-    },
-}
-
-
 def test_averaged_weights_alone_are_found(tmp_path):
     """The count of torch's AveragedModel is no weight."""
     ema = vit()
@@ -90,33 +44,15 @@ def test_averaged_weights_alone_are_found(tmp_path):
     assert loaded.keys() == ema.state_dict().keys()
 
 
-@pytest.mark.parametrize("layout", EMA)
-@pytest.mark.first_case
-def test_ema_weights_are_found(layout, tmp_path):
-    trained, ema = vit(), vit()
-    torch.save(
-        {**EMA[layout](trained, ema), "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}},
-        tmp_path / "a.pth",
-    )
-    for use_ema, model in ((True, ema), (False, ema if "Averaging" in layout else trained)):
-        loaded = load(tmp_path / "a.pth", use_ema)
+def test_ema_weights_of_train_py_alone_are_known(tmp_path):
+    trained, ema, file = vit(), vit(), tmp_path / "a.pth"
+    torch.save({"state_dict": trained.state_dict(), "state_dict_ema": ema.state_dict()}, file)
+    for use_ema, model in ((True, ema), (False, trained)):
+        loaded = load(file, use_ema)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"schema": {}, "swa_weights": {}}, "no EMA weights .*state_dict, schema, swa_weights: "),
-        (
-            {"ema_0.99": {"a": torch.ones(1)}, "ema_0.999": {"a": torch.ones(1)}},
-            r"several EMA weights .*ema_0\.99, ema_0\.999: ",
-        ),
-    ],
-)
-def test_what_is_there_instead_is_named(more, message, tmp_path):
-    torch.save({"state_dict": vit().state_dict(), **more}, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path / "a.pth", use_ema=True)
+    torch.save({"model": trained.state_dict(), "model_ema": ema.state_dict()}, file)
+    with pytest.raises(ValueError, match=r"has no state_dict_ema, .*file of their own"):
+        load(file, use_ema=True)
 
 
 HARMLESS = {
@@ -193,13 +129,9 @@ def test_a_file_of_ema_weights_alone(tmp_path):
     file = tmp_path / "a.pth"
     model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
     args = argparse.Namespace(model="vit_tiny_ewa_moe", num_classes=5, model_kwargs=OPTIONS)
-    for name in ("state_dict_ema", "model_ema"):
-        torch.save({name: model.state_dict(), "args": args}, file)
-        loaded = load_source(file, use_ema=True)
-        assert torch.equal(loaded.cls_token, model.cls_token)
-    with pytest.raises(ValueError, match="tensors are under model_ema"):
-        load_source(file)
     torch.save({"state_dict_ema": model.state_dict(), "args": args}, file)
+    loaded = load_source(file, use_ema=True)
+    assert torch.equal(loaded.cls_token, model.cls_token)
     with pytest.raises(ValueError, match="EMA weights alone: --use-ema"):
         load_source(file)
 

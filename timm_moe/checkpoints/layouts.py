@@ -1,7 +1,6 @@
 """Places of the weights in a checkpoint: train.py's own, else those of other trainers."""
 
 import logging
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,25 @@ _logger = logging.getLogger(__name__)
 
 #: Prefixes that other frameworks put before the names of a model's weights.
 _WRAPPERS = ("model", "net", "network", "backbone", "module", "timm_model")
-#: In the names of averaged weights.
-_EMA = re.compile(r"(?<![a-zA-Z])ema(?![a-z])|EMA|Ema")
 
 
 def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict[str, Tensor]:
     """Take a state dict out of a checkpoint.
 
-    train.py writes it as ``state_dict`` and ``state_dict_ema``; the names of other trainers are
-    tried next.
+    train.py writes it as ``state_dict`` and ``state_dict_ema``, others as ``model``, or alone.
 
     Raises:
-        ValueError: if there is no such state dict, there are several, or a tensor has more elements
-            than the file has for it.
+        ValueError: if there is no such state dict, it holds the weights twice, or a tensor has more
+            elements than the file has for it.
     """
     weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
     if use_ema and holds_ema(checkpoint):
         weights = checkpoint["state_dict_ema"]
     elif use_ema:
-        weights = _ema_of_other_trainers(checkpoint, weights, path)
+        raise ValueError(
+            f"{path} has no state_dict_ema, which train.py writes with --model-ema: write the "
+            "weights to take to a file of their own, by torch.save(weights, file)."
+        )
     elif weights is checkpoint and holds_ema(checkpoint):
         raise ValueError(f"{path} holds EMA weights alone: --use-ema (use_ema=True) takes them.")
     weights = require_tensors(weights, path)
@@ -77,11 +76,9 @@ def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
     ]
     if others:
         kind = type(entries[others[0]]).__name__
-        holders = [name for name, tree in _dicts_in(entries) if _holds_tensors(tree)]
-        told = f"tensors are under {', '.join(map(shown_name, holders[:3]))}; " if holders else ""
         raise ValueError(
             f"{path} has no state dict of tensors where it is looked for, as {shown(others[0])} is "
-            f"of type {kind}: {told}write the weights to a file of their own, by "
+            f"of type {kind}: write the weights to a file of their own, by "
             "torch.save(model.state_dict(), file)."
         )
     for name, tensor in weights.items():
@@ -152,71 +149,3 @@ def without_wrapper(
     )
     _logger.info(f"{path} holds the model's weights under {prefix[:-1]}{left}.")
     return part
-
-
-def _ema_of_other_trainers(checkpoint: Mapping[str, Any], plain: Any, path: Path) -> Any:
-    """Return averaged weights of another trainer's checkpoint.
-
-    They are those of Lightning's WeightAveraging, or the only ones with "ema" in a name.
-    """
-    if "averaging_state" in checkpoint:  # Lightning writes the averaged weights as its state_dict
-        return plain
-
-    found = {
-        name: tree
-        for name, tree in _dicts_in(checkpoint)
-        if _EMA.search(name) and _holds_tensors(tree)
-    }
-    # EMA weights may also be a part of the state dict of the module that was trained.
-    is_state_dict = isinstance(plain, dict) and _holds_tensors(plain)
-    names = [name for name in plain if isinstance(name, str)] if is_state_dict else []
-    for part in filter(_EMA.search, {name.partition(".")[0] for name in names if "." in name}):
-        found[part] = {
-            name.removeprefix(f"{part}."): plain[name]
-            for name in names
-            if name.startswith(f"{part}.")
-        }
-    if len(found) != 1:
-        told = ", ".join(
-            shown_name(name) for name in [*(found or checkpoint)][:20] if isinstance(name, str)
-        )
-        raise ValueError(
-            f"{path} has {'several' if found else 'no'} EMA weights that are known, but {told}: "
-            "write the weights to take to a file of their own. (train.py writes state_dict_ema "
-            "with --model-ema.)"
-        )
-
-    (weights,) = found.values()
-    # Averages such as torch's AveragedModel also hold a count, outside of ``module.``.
-    held = [name for name in weights if name.startswith("module.")]
-    return {name: weights[name] for name in held or weights}
-
-
-def _dicts_in(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """List the dicts inside a checkpoint by the names that lead there.
-
-    The search ends at a depth of four and lists no dict twice. A dict inside a dict of EMA weights
-    is a part of it and is not listed.
-    """
-    found: list[tuple[str, dict[str, Any]]] = []
-    seen: set[int] = set()
-    level: list[tuple[str, Any]] = [
-        (name, tree) for name, tree in checkpoint.items() if isinstance(name, str)
-    ]
-    for _ in range(4):
-        dicts = [
-            (name, tree) for name, tree in level if isinstance(tree, dict) and id(tree) not in seen
-        ]
-        level = []
-        for name, tree in dicts:
-            seen.add(id(tree))
-            found.append((name, tree))
-            if not (_EMA.search(name) and _holds_tensors(tree)):
-                level += [
-                    (f"{name}.{key}", value) for key, value in tree.items() if isinstance(key, str)
-                ]
-    return found
-
-
-def _holds_tensors(tree: dict[str, Any]) -> bool:
-    return bool(tree) and all(isinstance(value, Tensor) for value in tree.values())

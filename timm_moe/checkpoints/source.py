@@ -49,7 +49,6 @@ from .description import (
     model_arguments,
     read_config,
 )
-from .differences import explain
 from .layouts import holds_ema, require_kinds, weights_in, without_wrapper
 from .reading import read_checkpoint, require_intact
 
@@ -729,18 +728,11 @@ def _fitted(
     try:
         sketch.load_state_dict({key: tensor.to("meta") for key, tensor in taken.items()})
     except (RuntimeError, ValueError) as error:
-        reasons = "; ".join(explain(taken, expected, _classifiers(sketch)))
-        raise ValueError(f"{reasons}. {first_problem(error)}".removeprefix(". ")) from error
+        raise ValueError(first_problem(error)) from error
     require_kinds(taken, expected, path)
     if is_strict:
         _require_shapes(taken, expected)
     return _Fit(blueprint, taken, expected.keys() - taken.keys())
-
-
-def _classifiers(model: nn.Module) -> list[str]:
-    """List the names of a model's classifiers, of which distilled models have two."""
-    named = get_pretrained_cfg(model).get("classifier") or ()
-    return [named] if isinstance(named, str) else list(named)
 
 
 def _require_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

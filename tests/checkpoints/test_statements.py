@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit: the message names the option that differs."""
+"""Statements on a model: those of a checkpoint, and those of the user, which come first."""
 
 import argparse
 import re
@@ -16,81 +16,6 @@ from timm_moe.export import push_moe
 from timm_moe.model_config import model_input_size
 
 EWA = "vit_tiny_ewa_moe"
-
-
-def problem(file, model, **stated):
-    """Return what is said of a model's checkpoint that states another model."""
-    save_as_train_py(file, model, EWA, **stated)
-    with pytest.raises(ValueError, match="do not fit") as caught:
-        load_source(file)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (dict(depth=5), r"\(depth=5\), .*4"),
-        (dict(depth=3), r"\(depth=3\), .*4"),
-        (dict(img_size=48), "img_size=48, .*32"),
-        (dict(patch_size=4), "patch_size=4, .*8"),
-        (dict(embed_dim=96), "embed_dim=96, .*32"),
-        (dict(in_chans=1), "in_chans=1, .*3"),
-        (dict(num_classes=7), "num_classes=7, .*5"),
-        (dict(moe_layers="2,3"), "moe_layers=2,3, .*1,3"),
-        (dict(moe_layers="3"), "moe_layers=3, .*1,3"),
-        (dict(num_experts=2), "has 2 experts"),
-    ],
-    ids=str,
-)
-def test_the_option_that_differs_is_named_with_both_values(options, told, tmp_path):
-    model = timm.create_model(EWA, **{**SMALL_VIT, **options})
-    assert re.search(told, problem(tmp_path / "a.pth", model))
-
-
-def test_experts_in_a_file_of_a_dense_model(tmp_path):
-    file = tmp_path / "a.pth"
-    torch.save(make_model(EWA).state_dict(), file)
-    with pytest.raises(ValueError, match=r"experts in blocks\.1, blocks\.3, .*none"):
-        load_source(file, ModelSpec("vit_tiny_patch16_224", 5, OPTIONS))
-
-
-def test_stages_of_another_length(tmp_path):
-    options = dict(img_size=64, window_size=2, embed_dim=24, num_heads=(1, 1, 2, 2), num_classes=5)
-    name = "swin_tiny_patch4_window7_224"
-    file = tmp_path / "a.pth"
-    torch.save(timm.create_model(name, **options, depths=(1, 1, 2, 1)).state_dict(), file)
-    with pytest.raises(ValueError, match=r"2 of layers\.2\.blocks, .*1"):
-        load_source(file, ModelSpec(name, kwargs={**options, "depths": (1, 1, 1, 1)}))
-
-
-def test_experts_in_other_stages_are_named_by_their_blocks(tmp_path):
-    """moe_layers counts the blocks of all stages, the names those of each."""
-    name = "swin_tiny_patch2_window4_32_ewa_moe"
-    file = tmp_path / "a.pth"
-    torch.save(timm.create_model(name, moe_layers="last-2", num_classes=4).state_dict(), file)
-    told = r"layers\.2\.blocks\.1, layers\.2\.blocks\.3, .*layers\.0\.blocks\.1, .*moe_layers"
-    with pytest.raises(ValueError, match=told) as caught:
-        load_source(file, ModelSpec(name, 4))
-    assert "moe_layers=" not in str(caught.value)
-
-
-def test_another_kind_of_model_is_no_question_of_its_classifier(tmp_path):
-    file = tmp_path / "a.pth"
-    torch.save(timm.create_model("resnet18", num_classes=5).state_dict(), file)
-    with pytest.raises(ValueError, match="do not fit") as caught:
-        load_source(file, ModelSpec(EWA, 5, OPTIONS))
-    assert "num_classes" not in str(caught.value)
-    model = timm.create_model(EWA, **{**SMALL_VIT, "num_classes": 0})
-    assert "num_classes=0" in problem(tmp_path / "b.pth", model)
-
-
-@pytest.mark.parametrize("prefix", ["student.", "_forward_module.model.", "model.model."])
-def test_a_prefix_of_all_names_is_told(tmp_path, prefix):
-    file, weights = tmp_path / "a.pth", make_model(EWA).state_dict()
-    torch.save({f"{prefix}{name}": tensor for name, tensor in weights.items()}, file)
-    with pytest.raises(ValueError, match="do not fit") as caught:
-        load_source(file, ModelSpec(EWA, 5, OPTIONS))
-    assert f"all names in the file begin with {prefix}, none in the model" in str(caught.value)
 
 
 def test_blocks_that_were_compiled_are_read(tmp_path):
