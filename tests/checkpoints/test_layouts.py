@@ -16,7 +16,6 @@ import timm
 import torch
 from common import OPTIONS, SMALL_VIT, SPEC
 from safetensors.torch import save
-from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

@@ -1,7 +1,6 @@
 """Statements on a model: those of a checkpoint, and those of the user, which come first."""
 
 import argparse
-import re
 
 import pytest
 import timm

@@ -9,7 +9,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor
 
-from ..console import shown, shown_name
+from ..console import shown
 
 _logger = logging.getLogger(__name__)
 
