@@ -137,16 +137,6 @@ def test_a_compiled_model_and_parameters_without_a_model():
 # --- Muon
 
 
-def test_groups_of_a_function_decide_what_muon_trains(caplog):
-    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
-    with caplog.at_level(logging.INFO):
-        timm.optim.create_optimizer_v2(
-            model, "muon", lr=0.1, param_group_fn=lambda m: [{"params": list(m.parameters())}]
-        )
-    assert "Muon trains the experts unless param_group_fn" in caplog.text
-    assert "leaves the experts" not in caplog.text
-
-
 @pytest.mark.parametrize("opt", ["muon", "nmuon", "adamuon", "lookahead_muon"])
 @pytest.mark.parametrize("layer_decay", [None, 0.75])
 def test_muon_leaves_the_experts_to_its_fallback(opt, layer_decay, caplog):

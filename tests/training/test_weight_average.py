@@ -102,19 +102,6 @@ def test_average_experts_is_a_plain_function(ewa_vit):
         timm_moe.average_experts_(timm_moe.to_dense(other), 0.1)
 
 
-@pytest.mark.parametrize("num_experts", [2, 3, 8])
-def test_averaging_by_blocks_is_averaging(monkeypatch, num_experts):
-    monkeypatch.setattr("timm_moe.training.weight_average._BLOCK", 7)
-    stacked = torch.randn(num_experts, 5, 9)
-    whole = torch.lerp(
-        stacked, stacked.mean(0, keepdim=True), 0.1 * num_experts / (num_experts - 1)
-    )
-    by_parts = average_(stacked.clone(), 0.1)
-    torch.testing.assert_close(by_parts, whole, rtol=0, atol=1e-6)
-    transposed = average_(stacked.mT.contiguous().mT, 0.1)  # not contiguous, so it is taken whole
-    torch.testing.assert_close(transposed, whole, rtol=0, atol=1e-6)
-
-
 def test_the_plain_function_averages_frozen_experts_as_it_is_told(ewa_vit):
     before = values(apart(ewa_vit).requires_grad_(False))
     timm_moe.average_experts_(ewa_vit, 0.3)

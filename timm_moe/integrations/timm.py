@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..convert.expert_layers import described, expert_biases, expert_ids, expert_parameters
+from ..convert.expert_layers import described, expert_biases, expert_ids
 from ..convert.wrappers import unwrapped
 from ..files import read_text
 from ..layers import EwaMlp, MemberLoss, MoeMlp
@@ -82,24 +82,12 @@ _undo: list[Callable[[], Any]] = []
 def _create_optimizer_v2(*args: Any, **kwargs: Any) -> Optimizer:
     """Create an optimizer that treats the experts' stacked parameters as those of networks."""
     call = inspect.signature(create_optimizer_v2).bind(*args, **kwargs)
-    model = call.arguments["model_or_params"]
-    if "muon" not in call.arguments.get("opt", "").lower():
-        return create_optimizer_v2(*args, **kwargs)
+    optimizer = create_optimizer_v2(*args, **kwargs)
     # Muon would orthogonalise the biases of all experts as one matrix, and so their weights where
     # these are small.
-    advice = "Muon leaves the experts to its fallback, since their matrices are stacked."
-    if isinstance(model, nn.Module):
-        stacked = expert_parameters(model)
-        call.arguments["fallback_list"] = [*call.arguments.get("fallback_list", ()), *stacked]
-        if call.arguments.get("param_group_fn"):  # Then timm ignores the list.
-            advice = "Muon trains the experts unless param_group_fn gives them use_fallback=True."
-        has_experts = bool(stacked)
-        optimizer = create_optimizer_v2(*call.args, **call.kwargs)
-    else:
-        optimizer = create_optimizer_v2(*args, **kwargs)
-        has_experts = _leave_experts_to_fallback(optimizer)
-    if has_experts and is_primary():
-        _logger.info(advice)
+    is_muon = "muon" in call.arguments.get("opt", "").lower()
+    if is_muon and _leave_experts_to_fallback(optimizer) and is_primary():
+        _logger.info("Muon leaves the experts to its fallback, since their matrices are stacked.")
     return optimizer
 
 

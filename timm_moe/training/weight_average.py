@@ -8,9 +8,6 @@ from torch import Tensor
 
 from ..convert.wrappers import is_sharded
 
-#: Entries of each expert that are averaged at a time on CPUs.
-_BLOCK = 2**17
-
 #: A share rate: a number, or a tensor () on the experts' device if the optimizer's step can be
 #: captured by a CUDA graph.
 Rate = float | Tensor
@@ -36,27 +33,9 @@ def average_(due: Iterable[tuple[Tensor, Rate]]) -> None:
         weight = beta * num_experts / (num_experts - 1)
         if _spread_over(stacked):
             mean = _sum_over_experts(stacked) / num_experts
-        elif part.is_cpu and part.is_contiguous() and part.numel() >= _BLOCK:
-            _average_by_blocks_(part, weight)
-            continue
         else:
             mean = part.mean(0, keepdim=True)
         part.lerp_(mean, weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
-
-
-def _average_by_blocks_(stacked: Tensor, weight: Rate) -> None:
-    """Average a tensor (E, ...) in place by blocks that stay in the cache.
-
-    It goes expert by expert, since broadcasting would prevent vectorisation.
-    """
-    blocks = [expert.view(-1).split(_BLOCK) for expert in stacked.unbind(0)]
-    for experts in zip(*blocks, strict=True):
-        mean = experts[0] + experts[1]
-        for expert in experts[2:]:
-            mean += expert
-        mean /= len(experts)
-        for expert in experts:
-            expert.lerp_(mean, weight)
 
 
 def local_part(stacked: Any) -> Tensor:
