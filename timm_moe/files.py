@@ -84,7 +84,7 @@ def local_path(source: str | Path) -> Path:
     return Path(os.path.expanduser(str(source).removeprefix("local-dir:")))
 
 
-def require_file(file: Path, folder: Path | None = None) -> Path:
+def require_inside(file: Path, folder: Path) -> Path:
     """Return the place of a file, which exists or not, with its links followed.
 
     Args:
@@ -94,28 +94,15 @@ def require_file(file: Path, folder: Path | None = None) -> Path:
             cache, by hash.
 
     Raises:
-        OSError: if the file is a pipe or a device, which may have no end.
         ValueError: if the file leads out of the folder.
     """
     target = file.resolve()
-    if file.exists() and not file.is_file() and not file.is_dir():
-        raise OSError(f"{file} is a pipe or a device, where a file must be.")
-    if folder is not None:
-        places = _places(folder.resolve(), target)
-        if not any(target.is_relative_to(place) for place in places):
-            raise ValueError(
-                f"{file} leads out of {folder}, to {target}: put a copy there, if it belongs there."
-            )
+    places = _places(folder.resolve(), target)
+    if not any(target.is_relative_to(place) for place in places):
+        raise ValueError(
+            f"{file} leads out of {folder}, to {target}: put a copy there, if it belongs there."
+        )
     return target
-
-
-def read_text(file: Path) -> str:
-    """Read a file of text.
-
-    Raises:
-        OSError: if the file is missing, or is a pipe or a device.
-    """
-    return require_file(file).read_text(encoding="utf-8")
 
 
 def _places(folder: Path, target: Path) -> Iterator[Path]:

@@ -30,8 +30,7 @@ from timm_moe.analysis.data import (
     short_names,
 )
 from timm_moe.analysis.evaluation import evaluate
-from timm_moe.analysis.images import UnreadableImage
-from timm_moe.analysis.routes.segmentation import MaskedImages, pair_files, read_names
+from timm_moe.analysis.routes.segmentation import MaskedImages, pair_files
 from timm_moe.model_config import preprocessing, records_arguments
 from timm_moe_cli import main
 
@@ -617,19 +616,6 @@ def test_the_results_of_fewshot_are_printed_in_every_locale(tmp_path, monkeypatc
         options = ["--data-dir", str(tmp_path), "--shots", "1", "-j", "0", "--device", "cpu"]
         assert main(["fewshot", str(tmp_path / "vit"), *options]) == 0
     assert r"\xb1" in (tmp_path / "out").read_text()
-
-
-def test_pipes_are_told_of(tmp_path):
-    write_images(tmp_path, {"val": 1})
-    os.mkfifo(tmp_path / "map.txt")
-    with pytest.raises(OSError, match=r"map\.txt is a pipe"):
-        image_folder(tmp_path, class_map=str(tmp_path / "map.txt"))
-    with pytest.raises(OSError, match=r"map\.txt is a pipe"):
-        read_names(tmp_path / "map.txt")
-    os.mkfifo(tmp_path / "val" / "class0" / "1.png")
-    images = image_folder(tmp_path)
-    with pytest.raises(UnreadableImage, match=r"1\.png is a pipe"):
-        list(images)
 
 
 def test_a_name_that_timm_cannot_sort_is_told_of(tmp_path):

@@ -4,7 +4,6 @@ It states values without end, elements that it does not hold, or files that are 
 """
 
 import argparse
-import os
 import time
 import zipfile
 from collections import OrderedDict
@@ -19,9 +18,7 @@ from timm.models import save_for_hf
 import timm_moe
 from timm_moe.checkpoints.source import ModelSpec, load_source
 from timm_moe.console import shown
-from timm_moe.export.export import export_moe
 from timm_moe.export.push import push_dense, push_moe
-from timm_moe.training.epoch_log import FILE, read_epochs
 from timm_moe_cli import main
 
 #: Each doubles a value 26 times: a few hundred bytes in the file, gigabytes as text.
@@ -206,59 +203,6 @@ def test_experts_of_a_dense_checkpoint_are_the_users_choice(dense_vit, tmp_path)
     file = save_as_train_py(tmp_path / "a.pth", dense_vit)
     model = load_source(file, ModelSpec("vit_tiny_ewa_moe", 5, {**OPTIONS, "num_experts": 100}))
     assert timm_moe.moe_layers(model)["blocks.1.mlp"].num_experts == 100
-
-
-# --- files that are none
-
-
-def _fifo(file):
-    file.unlink(missing_ok=True)
-    os.mkfifo(file)
-
-
-def _device(file):
-    file.unlink(missing_ok=True)
-    file.symlink_to("/dev/zero")
-
-
-@pytest.fixture(params=[_fifo, _device])
-def put(request):
-    return request.param
-
-
-def refused(function, *arguments, **options):
-    with pytest.raises((OSError, ValueError), match=r"is a pipe|leads out"):
-        function(*arguments, **options)
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md"])
-def test_no_file_in_a_folder(ewa_vit, tmp_path, put, name):
-    save_for_hf(ewa_vit, str(tmp_path / "moe"), model_args=OPTIONS, safe_serialization=True)
-    put(tmp_path / "moe" / name)
-    refused(push_moe, tmp_path / "moe", "user/vit", dry_run=True)
-    refused(push_dense, tmp_path / "moe", "user/vit", method="sum", dry_run=True)
-    if name != "README.md":
-        refused(load_source, tmp_path / "moe")
-        refused(timm_moe.export_dense, tmp_path / "moe", tmp_path / "out")
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", ["last.pth.tar", "model.safetensors", "weights.bin"])
-def test_no_checkpoint(tmp_path, put, name):
-    put(tmp_path / name)
-    for function in (load_source, timm_moe.export_dense, export_moe):
-        arguments = (tmp_path / name, *([] if function is load_source else [tmp_path / "out"]))
-        refused(function, *arguments, spec=SPEC)
-
-
-@pytest.mark.timeout(20)
-def test_no_table_and_no_log_of_epochs(tmp_path, put):
-    file = save_as_train_py(tmp_path / "last.pth.tar", vit(), eval_metric="top1")
-    put(tmp_path / "summary.csv")
-    refused(timm_moe.export_dense, file, tmp_path / "out")
-    put(tmp_path / FILE)
-    refused(read_epochs, tmp_path)
 
 
 def test_a_config_of_endless_brackets(quickly, ewa_vit, tmp_path):

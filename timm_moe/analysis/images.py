@@ -15,7 +15,6 @@ from timm.data import ImageDataset, create_dataset
 from timm.utils import natural_key
 
 from ..console import describe
-from ..files import require_file
 
 _logger = logging.getLogger(__name__)
 
@@ -78,8 +77,6 @@ def image_folder(
 def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
     if not os.path.isdir(data_dir):
         raise FileNotFoundError(f"No such folder of images: {data_dir!r}.")
-    for place in filter(None, [class_map, class_map and os.path.join(data_dir, split, class_map)]):
-        require_file(Path(place))
     if "[" in split and not os.path.isdir(os.path.join(data_dir, split)):
         raise ValueError(
             f"A folder has no parts of a split, as {split!r} asks for: timm takes all."
@@ -234,8 +231,6 @@ def read_image(file: Any, mode: str | None = None) -> Image.Image:
             its values by the conversion.
     """
     try:
-        if isinstance(file, (str, Path)):
-            require_file(Path(file))
         image: Image.Image = Image.open(file, formats=FORMATS)
         image.load()
         is_wide = image.mode.startswith(("I", "F"))

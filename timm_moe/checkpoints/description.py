@@ -23,7 +23,6 @@ from torch import nn
 
 from ..console import is_single, shown, shown_name
 from ..convert.registry import get_spec, moe_options
-from ..files import read_text
 from ..model_config import check_preprocessing
 from ..models.mixin import constructor_arguments
 from ..models.registered import check_registered, is_registered_here
@@ -72,7 +71,7 @@ def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
     Raises:
         ValueError: if it states what no file may.
     """
-    config = json.loads(read_text(file), parse_constant=_refuse_constant)
+    config = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     architecture = config.get("architecture")
     if not isinstance(architecture, str):
         raise ValueError("it states no architecture of timm.")

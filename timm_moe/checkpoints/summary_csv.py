@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..console import describe
-from ..files import read_text, require_file
+from ..files import require_inside
 
 FILE = "summary.csv"
 
@@ -29,16 +29,15 @@ def read_summary(folder: Path, columns: Collection[str]) -> list[dict[str, float
     Raises:
         DamagedTable: if the file is not such a table.
         ValueError: if it leads out of the folder.
-        OSError: if it is a pipe or a device.
     """
     file = folder / FILE
     if not file.exists():
         return []
-    require_file(file, folder)
+    require_inside(file, folder)
     rows: list[dict[str, float]] = []
     head: list[str] = []
     try:
-        for values in csv.reader(read_text(file).splitlines()):
+        for values in csv.reader(file.read_text(encoding="utf-8").splitlines()):
             if "epoch" in values:
                 head = values
                 continue

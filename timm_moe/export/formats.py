@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from ..checkpoints.description import ENTRY
 from ..checkpoints.source import first_problem, own_numbering
 from ..console import describe, shown
-from ..files import read_text
 from ..model_config import (
     change_pretrained_cfg,
     classes_of,
@@ -72,7 +71,7 @@ class TimmFormat:
         try:
             with self.model.register_state_dict_post_hook(_separate):
                 save_for_hf(self.model, str(folder), **stated, safe_serialization=True)
-            config = json.loads(read_text(folder / "config.json"))
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             drop_second_num_classes(config)
             _write_config(folder, config, self.history)
         except (TypeError, ValueError) as error:  # of json
@@ -100,7 +99,7 @@ class TransformersFormat:
     def write(self, folder: Path) -> None:
         """Write the model's files by its own ``save_pretrained``."""
         self.model.save_pretrained(folder, max_shard_size=sys.maxsize)  # in one file
-        config = json.loads(read_text(folder / "config.json"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         _write_config(folder, {**config, **self.entries}, self.history)
 
     def read(self, folder: Path) -> nn.Module:
@@ -367,7 +366,7 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
 
 def _remedy(folder: Path) -> str:
     """Say what mends a folder whose weights do not fit its config.json."""
-    config = json.loads(read_text(folder / "config.json"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     classes, named = config.get("num_classes"), config.get("pretrained_cfg", {}).get("classifier")
     weights = load_file(folder / "model.safetensors")
     for classifier in [named] if isinstance(named, str) else named or ():

@@ -22,7 +22,7 @@ from ..checkpoints.description import ENTRY
 from ..checkpoints.source import ModelSpec, folder_of, load_folder, require_config
 from ..console import describe
 from ..convert.expert_layers import moe_layers
-from ..files import local_path, require_file
+from ..files import local_path, require_inside
 from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import (
@@ -184,7 +184,7 @@ def _require_own_files(folder: Path) -> None:
     """Raise ValueError if something in a folder leads out of it, where the user's own files are."""
     require_config(folder)
     for file in sorted(folder.iterdir()):
-        require_file(file, folder)
+        require_inside(file, folder)
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def _own_copy(folder: Path, settings: PushOptions) -> Iterator[Path]:
         copy.mkdir()
         for file in folder.iterdir():
             if file.name in _FILES:
-                shutil.copyfile(require_file(file, folder), copy / file.name)
+                shutil.copyfile(require_inside(file, folder), copy / file.name)
         if (copy / "README.md").exists() and (
             settings.license or settings.dataset or settings.metrics
         ):

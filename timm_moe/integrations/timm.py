@@ -51,7 +51,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..convert.expert_layers import described, expert_biases, expert_ids
 from ..convert.wrappers import unwrapped
-from ..files import read_text
 from ..layers import EwaMlp, MemberLoss, MoeMlp
 from ..layers.living import living, register
 from ..model_config import records_arguments
@@ -383,7 +382,7 @@ def _create_model(model_name: str, *args: Any, **kwargs: Any) -> nn.Module:
     if source == "hf-hub":
         saved = load_model_config_from_hf(location, cache_dir=arguments.get("cache_dir"))[2]
     elif source == "local-dir":
-        saved = json.loads(read_text(Path(location, "config.json"))).get("model_args", {})
+        saved = json.loads(Path(location, "config.json").read_text("utf-8")).get("model_args", {})
     given = {
         name: value for name, value in arguments.get("kwargs", {}).items() if value is not None
     }

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..convert.expert_layers import moe_layers
 from ..convert.hooks import check_loaded_layers
-from ..files import require_file
 from ..training.averaging import ExpertWeightAveraging
 from ..training.loop import Started, expert_statistics, start_or_resume
 from ..training.router_losses import add_losses, collecting_losses
@@ -103,7 +102,7 @@ def load_experts(model: PreTrainedModel, folder: str | Path) -> None:
         raise FileNotFoundError(f"{folder} holds no model.safetensors.")
     state_dict: dict[str, Tensor] = {}
     for file in files:
-        state_dict |= load_file(require_file(file))
+        state_dict |= load_file(file)
     _take_saved_names(model, state_dict)
     model.load_state_dict(state_dict)
 

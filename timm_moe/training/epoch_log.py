@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..convert.expert_layers import whole_experts
 from ..convert.wrappers import is_sharded
-from ..files import read_text, write_json
+from ..files import write_json
 from ..layers import MoeMlp
 from ..layers.living import living
 from ..layers.router_totals import Reader
@@ -67,13 +67,12 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: if the file is damaged.
-        OSError: if it is a pipe or a device.
     """
     file = folder / FILE
     if not file.exists():
         return []
     try:
-        epochs = json.loads(read_text(file))["epochs"]
+        epochs = json.loads(file.read_text(encoding="utf-8"))["epochs"]
         if not all(map(_is_epoch, epochs)):
             raise ValueError("an entry is no epoch's")
         return sorted(epochs, key=lambda entry: entry["epoch"])

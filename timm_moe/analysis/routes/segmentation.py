@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ...console import describe
-from ...files import require_file
 from ..data import Inference, mode_of_channels, reading
 from ..images import UnreadableImage, read_image
 
@@ -73,10 +72,8 @@ def read_names(file: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        OSError: if it is a pipe or a device.
         ValueError: if it is no text, has an empty line before a name, or a name twice.
     """
-    require_file(Path(file))
     try:
         # Some editors begin a file with a byte-order mark, which utf-8-sig leaves out.
         lines = Path(file).read_text(encoding="utf-8-sig").rstrip().split("\n")
