@@ -18,7 +18,7 @@ from torch import nn
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder
-from timm_moe.analysis.routes.outputs import display_order, drawable, plot
+from timm_moe.analysis.routes.outputs import display_order, plot
 from timm_moe.analysis.routes.statistics import (
     RouterWatcher,
     Routes,
@@ -284,40 +284,6 @@ def test_which_layers_are_kept():
 def test_order_of_display():
     share_CE = torch.tensor([[0.1, 0.9], [0.6, 0.4], [0.3, 0.7], [0.8, 0.2]])
     assert display_order(share_CE) == [3, 1, 0, 2]
-
-
-@pytest.mark.ci
-def test_letters_without_a_font_are_escapes_and_no_boxes(tmp_path, caplog, recwarn):
-    font_manager = pytest.importorskip("matplotlib.font_manager")
-    own = font_manager.FontProperties()
-    assert drawable(["cat", "Käse"]) == (["cat", "Käse"], [own.get_name()])
-    names = ["cat", "\U000f1234b"]
-    shown, _ = drawable(names)
-    assert shown == ["cat", "\\U000f1234b"]
-    assert "no installed font has" in caplog.text
-    routes = replace(made_up([0, 1], 2, [0, 1]), classes=["cat", "\u732b"])
-    plot([routes], tmp_path / "a.png")
-    assert not [warned for warned in recwarn if "missing from" in str(warned.message)]
-
-
-def test_letters_of_another_font_are_drawn_by_it(monkeypatch):
-    font_manager = pytest.importorskip("matplotlib.font_manager")
-
-    class Font:
-        def __init__(self, file):
-            self.letters = "\u732b" if file == __file__ else "cat"
-            self.family_name = "Own"
-
-        def get_charmap(self):
-            return dict.fromkeys(map(ord, self.letters), 1)
-
-    chinese = font_manager.FontEntry(fname=__file__, name="Chinese")
-    monkeypatch.setattr(font_manager, "get_font", Font)
-    installed = font_manager.fontManager.ttflist
-    monkeypatch.setattr(font_manager.fontManager, "ttflist", [*installed, chinese])
-    names, families = drawable(["cat", "\u732b"])
-    assert names == ["cat", "\u732b"]
-    assert families[1:] == ["Chinese"]
 
 
 def test_small_heat_maps_have_numbers(tmp_path, monkeypatch):

@@ -113,42 +113,6 @@ def display_order(share_CE: Tensor) -> list[int]:
     )
 
 
-def drawable(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Find fonts for names of classes.
-
-    Returns:
-        The names, with escapes for letters that no installed font has; and the families of the
-        fonts, matplotlib's own first.
-    """
-    from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
-
-    missing = set("".join(names))
-    families: list[str] = []
-    own = FontProperties()
-    fonts: list[tuple[str, Any]] = [(own.get_name(), findfont(own))]
-    fonts += [
-        (font.name, font.fname)
-        for font in fontManager.ttflist
-        # matplotlib's last resort has a box for each letter.
-        if Path(font.fname).is_file() and not font.name.startswith("Last Resort")
-    ]
-    for family, file in fonts:
-        if families and not missing:
-            break
-        known = {letter for letter in missing if ord(letter) in get_font(file).get_charmap()}
-        if known or not families:
-            families.append(family)
-            missing -= known
-    if missing:
-        _logger.warning(
-            "routes.png has escapes for letters that no installed font has: %s. Install a font "
-            "that has them, as Noto Sans CJK for Chinese.",
-            "".join(sorted(missing)[:8]),
-        )
-    escapes = {ord(letter): letter.encode("unicode_escape").decode("ascii") for letter in missing}
-    return [name.translate(escapes) for name in names], families
-
-
 def _write_numbers(panel: Any, share_CE: Tensor, highest: float) -> None:
     """Write the share, in percent, into each cell of a heatmap."""
     for row, shares in enumerate(share_CE.tolist()):
@@ -164,22 +128,13 @@ def plot(all_routes: Sequence[Routes], file: Path) -> None:
     All of them have the same colours, and the order of classes of the deepest layer. Small ones
     have the numbers in their cells.
     """
-    from matplotlib import rc_context
-
-    classes = all_routes[-1].classes
-    has_room = len(classes) <= NAMED
-    names, families = drawable([printable(name) for name in classes] if has_room else [])
-    with rc_context({"font.family": families}):
-        _plot(all_routes, names, file)
-
-
-def _plot(all_routes: Sequence[Routes], names: Sequence[str], file: Path) -> None:
-    """Draw the heatmaps, with these names of the classes or none."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     heatmaps = [routes.share_CE() for routes in all_routes]
     order, deepest = display_order(heatmaps[-1]), all_routes[-1]
+    has_room = len(deepest.classes) <= NAMED
+    names = [printable(name) for name in deepest.classes] if has_room else []
     highest = max(share_CE.max().item() for share_CE in heatmaps)
     width = min(max(0.2 * max(share_CE.shape[1] for share_CE in heatmaps), 1.5), 3.0)
     height = min(max(0.11 * len(order), 2.5), PANEL_HEIGHT)
