@@ -8,8 +8,9 @@ from .expert_choice import ExpertChoiceRouter
 from .experts import Experts
 from .functional import no_autocast
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
-from .recording_router import RecordingRouter, RouterRecord, begin_forward
+from .recording_router import RecordingRouter, begin_forward
 from .router import Router, linear_logits
+from .router_totals import RouterRecord
 from .routers import (
     EnsembleRouter,
     ImageRouter,

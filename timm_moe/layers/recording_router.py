@@ -6,7 +6,7 @@ router's loss is taken, added, dropped, told of".
 
 import warnings
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from .balancing_bias import BalancingBias
 from .functional import Mode, current_mode
 from .living import find
 from .router import Router
-from .router_totals import KEPT, RouterTotals
+from .router_totals import KEPT, RouterRecord, RouterTotals
 
 #: Number of records whose losses wait at which a router warns. No model calls a router so often for
 #: one loss.
@@ -38,50 +38,6 @@ def in_backward() -> bool:
     Compiled code cannot ask this, so there the answer is no.
     """
     return not torch.compiler.is_compiling() and _tracker.is_bw
-
-
-class RouterRecord(NamedTuple):
-    """Losses and statistics of one training forward of a router.
-
-    The properties are computed when someone asks for them.
-
-    Attributes:
-        losses: mean over the groups of each loss by name, without its weight, detached.
-        weighted_loss: weighted sum of the losses, for the training loss; None if there are no
-            weights.
-        load_GE: (G, E) number of choices of each expert in each group, dropped choices included.
-        capacity: number of choices of a group that an expert takes; None if nothing is dropped.
-        gate_sum: () sum of the chosen experts' gates, if there are no losses in which NaN or Inf
-            would show; else None.
-    """
-
-    losses: dict[str, Tensor]
-    weighted_loss: Tensor | None
-    load_GE: Tensor
-    capacity: int | None
-    gate_sum: Tensor | None
-
-    @property
-    def load(self) -> Tensor:
-        """Number of choices of each expert, (E,), dropped choices included."""
-        return self.load_GE.sum(0)
-
-    @property
-    def dropped(self) -> Tensor:
-        """Number of choices beyond the capacities, ()."""
-        if self.capacity is None:
-            return self.load_GE.new_zeros(())
-        return (self.load_GE - self.capacity).clamp(min=0).sum()
-
-    @property
-    def finite(self) -> Tensor:
-        """Whether the losses or gates were finite, (); they are not where logits are not."""
-        return torch.stack(self.checked()).isfinite().all()
-
-    def checked(self) -> list[Tensor]:
-        """Return numbers () that are not finite where logits are not; a zero if there are none."""
-        numbers = list(self.losses.values()) if self.gate_sum is None else [self.gate_sum]
-        return numbers or [self.load_GE.new_zeros((), dtype=torch.float32)]
 
 
 class Begun(Enum):
@@ -160,7 +116,6 @@ class RecordingRouter(Router):
         losses: dict[str, Tensor],
         load_GE: Tensor,
         capacity: int | None = None,
-        gates: Tensor | None = None,
     ) -> None:
         """Take a record; ``forward`` calls this where :meth:`is_recording`.
 
@@ -169,7 +124,6 @@ class RecordingRouter(Router):
                 groups, with its gradient.
             load_GE: (G, E) number of choices of each expert in each group.
             capacity: number of choices of a group that an expert takes; None for all.
-            gates: the chosen experts' gates. Where there are no losses, they tell of NaN.
 
         Raises:
             ValueError: if a loss has no weight, a weight has no loss, or ``load_GE`` has another
@@ -218,7 +172,6 @@ class RecordingRouter(Router):
             weighted_loss=sum(weighted[1:], start=weighted[0]) if weighted else None,
             load_GE=load_GE.detach(),
             capacity=capacity,
-            gate_sum=None if losses or gates is None else gates.detach().sum(),
         )
         records = [*self.records, record]
         # Records without losses may never be taken, so only the last ones are kept.

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Largest number of records that are kept before they are summed. It is also the number of training
-#: forwards between two searches for NaN in logits, and the log interval of timm's train.py.
+#: Largest number of records that are kept before they are summed.
 KEPT = 50
 
 
@@ -48,16 +47,35 @@ class RoutingSummary:
         return f"{losses}dropped {self.dropped:.1%}, share of an expert min/mean/max {load}"
 
 
-class ForwardStatistics(NamedTuple):
-    """Numbers of one training forward, from a :class:`timm_moe.layers.RouterRecord`.
+class RouterRecord(NamedTuple):
+    """Losses and statistics of one training forward of a router.
 
-    They hold no graph.
+    The properties are computed when someone asks for them.
+
+    Attributes:
+        losses: mean over the groups of each loss by name, without its weight, detached.
+        weighted_loss: weighted sum of the losses, for the training loss; None if there are no
+            weights, and in the totals.
+        load_GE: (G, E) number of choices of each expert in each group, dropped choices included.
+        capacity: number of choices of a group that an expert takes; None if nothing is dropped.
     """
 
     losses: dict[str, Tensor]
+    weighted_loss: Tensor | None
     load_GE: Tensor
     capacity: int | None
-    checked: list[Tensor]
+
+    @property
+    def load(self) -> Tensor:
+        """Number of choices of each expert, (E,), dropped choices included."""
+        return self.load_GE.sum(0)
+
+    @property
+    def dropped(self) -> Tensor:
+        """Number of choices beyond the capacities, ()."""
+        if self.capacity is None:
+            return self.load_GE.new_zeros(())
+        return (self.load_GE - self.capacity).clamp(min=0).sum()
 
 
 @dataclass
@@ -77,18 +95,18 @@ class Sums:
     dropped: Tensor | int = 0
 
     @classmethod
-    def over(cls, forwards: list[ForwardStatistics]) -> "Sums":
-        """Sum over forwards, of which there is at least one."""
+    def over(cls, records: list[RouterRecord]) -> "Sums":
+        """Sum over records, of which there is at least one."""
         sums = cls(
-            forwards=len(forwards),
+            forwards=len(records),
             losses={
-                name: torch.stack([forward.losses[name] for forward in forwards]).sum()
-                for name in forwards[0].losses
+                name: torch.stack([record.losses[name] for record in records]).sum()
+                for name in records[0].losses
             },
         )
         by_capacity: dict[int | None, list[Tensor]] = {}
-        for forward in forwards:
-            by_capacity.setdefault(forward.capacity, []).append(forward.load_GE)
+        for record in records:
+            by_capacity.setdefault(record.capacity, []).append(record.load_GE)
         for capacity, loads in by_capacity.items():
             load_GE = torch.cat(loads)
             sums.load = sums.load + load_GE.sum(0)
@@ -125,7 +143,6 @@ class RouterTotals:
 
     Attributes:
         forwards: all records, one for each call of the router.
-        unchecked: forwards of the model since :meth:`not_finite` was called.
         lost: forwards since the last optimizer step whose losses were dropped, as another forward
             began.
         untrained: sums of losses that were taken since the last optimizer step, and that no
@@ -133,16 +150,15 @@ class RouterTotals:
     """
 
     def __init__(self) -> None:
-        self.forwards = self.unchecked = self.lost = 0
+        self.forwards = self.lost = 0
         self.untrained: set[object] = set()
-        self._kept: list[ForwardStatistics] = []
+        self._kept: list[RouterRecord] = []
         self._sums: dict[Reader, Sums] = {}
-        self._not_finite: Tensor | int = 0
 
-    def add(self, forward: ForwardStatistics) -> None:
-        """Add a forward, whose tensors nobody changes."""
+    def add(self, record: RouterRecord) -> None:
+        """Add a record, whose tensors nobody changes, and which holds no graph."""
         self.forwards += 1
-        self._kept.append(forward)
+        self._kept.append(record)
         if len(self._kept) == KEPT:
             self._sum_up()
 
@@ -156,8 +172,6 @@ class RouterTotals:
         for reader in Reader:
             earlier = self._sums.get(reader)
             self._sums[reader] = sums if earlier is None else earlier + sums
-        numbers = torch.stack([torch.stack(forward.checked) for forward in kept])
-        self._not_finite = self._not_finite + (~numbers.isfinite().all(1)).sum()
 
     def summary(self, reader: Reader) -> RoutingSummary | None:
         """Return the means over the forwards since a reader's sums began; None without forwards."""
@@ -169,13 +183,3 @@ class RouterTotals:
         """Begin the sums of a reader anew."""
         self._sum_up()
         self._sums.pop(reader, None)
-
-    def not_finite(self) -> tuple[int, int]:
-        """Return the number of calls with NaN or Inf in the logits, and of all forwards.
-
-        Both count from the last look, which was at most :data:`KEPT` forwards before.
-        """
-        self._sum_up()
-        bad, forwards = int(self._not_finite), self.unchecked
-        self._not_finite = self.unchecked = 0
-        return bad, forwards

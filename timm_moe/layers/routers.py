@@ -237,7 +237,7 @@ class TopKRouter(RecordingRouter):
         routing = assign(expert_GSK, self._factors(chosen_GSK), queues, capacity, mode, may_wait)
         if self.is_recording():
             losses = self._losses(logits_GBNE, noisy_GBNE, gate_GBNE, choice_GBNK, queues)
-            self.record(losses, queues.load, capacity, chosen_GSK)
+            self.record(losses, queues.load, capacity)
         return routing
 
     def probabilities(self, x: Tensor) -> Any:  # a tensor, but None in PartitionedRouter

@@ -16,7 +16,7 @@ from ..convert.expert_layers import moe_layers
 from ..convert.wrappers import unwrapped
 from ..layers import MoeMlp, RecordingRouter, RouterRecord
 from ..layers.living import find, living
-from ..layers.router_totals import KEPT, ForwardStatistics, Reader, RouterTotals, RoutingSummary
+from ..layers.router_totals import Reader, RouterTotals, RoutingSummary
 from .optimizers import is_first_time, is_primary, parameter_ids, trained_layers
 
 _logger = logging.getLogger(__name__)
@@ -181,34 +181,19 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
 
 
 def _keep_statistics(taken: list[tuple[Any, RouterRecord]]) -> None:
-    """Add records to the totals of their layers."""
+    """Add records to the totals of their layers, without their graphs."""
     records = [record for _, record in taken]
     # Copies, of all layers at once: the outputs of a CUDA graph are overwritten by the next step.
     loads = iter(_copies([record.load_GE for record in records]))
-    numbers = iter(_copies([number for record in records for number in record.checked()]))
+    losses = iter(_copies([loss for record in records for loss in record.losses.values()]))
     for layer, record in taken:
-        checked = [next(numbers) for _ in record.checked()]
-        losses = dict(zip(record.losses, checked, strict=True)) if record.losses else {}
+        own = {name: next(losses) for name in record.losses}
         totals: RouterTotals = layer.router.totals
-        totals.add(ForwardStatistics(losses, next(loads), record.capacity, checked))
-    for layer in dict.fromkeys(layer for layer, _ in taken):  # several blocks may call one
-        layer.router.totals.unchecked += 1
-        if layer.router.totals.unchecked == KEPT:
-            _warn_of_not_finite(layer)
+        totals.add(record._replace(losses=own, weighted_loss=None, load_GE=next(loads)))
 
 
 def _copies(tensors: list[Tensor]) -> Iterable[Tensor]:
     return torch._foreach_add(tensors, 0) if tensors else ()
-
-
-def _warn_of_not_finite(layer: Any) -> None:
-    """Warn of NaN or Inf in the logits since the last call; this waits for the device."""
-    bad, forwards = layer.router.totals.not_finite()
-    if bad:
-        _logger.warning(
-            f"The router of {layer.path} had NaN or Inf in its logits in {bad} of its calls in the "
-            f"last {forwards} training forwards."
-        )
 
 
 def routing_summary(model: nn.Module, reset: bool = False) -> dict[str, RoutingSummary]:
@@ -251,7 +236,6 @@ def log_epoch(optimizer: Optimizer) -> None:
     This is called at the end of an epoch.
     """
     for layer in only_recording(trained_layers(parameter_ids(optimizer), living(MoeMlp))):
-        _warn_of_not_finite(layer)
         if is_primary():  # A summary waits for the device.
             for path, summary in summaries_for(Reader.EPOCH, {layer.path: layer}).items():
                 _logger.info(f"Routing in {path}: {summary}.")
