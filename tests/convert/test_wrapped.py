@@ -21,19 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 import timm_moe
 
 
-@pytest.mark.skipif(not hasattr(timm.utils, "ModelEma"), reason="timm has removed it")
-def test_timms_first_ema_is_taken_off_and_no_other_of_its_name(ewa_vit):
-    ema = timm.utils.ModelEma(ewa_vit)
-    assert timm_moe.moe_layers(ema).keys() == timm_moe.moe_layers(ewa_vit).keys()
-
-    class ModelEma(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.module = model
-
-    assert len(timm_moe.moe_layers(ModelEma(ewa_vit))) == 2
-
-
 def vit():
     return timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
 

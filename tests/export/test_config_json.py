@@ -32,7 +32,11 @@ def _names_in(folder):
 def test_names_of_classes_go_along(ewa_vit, tmp_path):
     told = {"ant": "an insect"}
     export_module.export_moe(
-        ewa_vit, tmp_path / "moe", OPTIONS, label_names=NAMES, label_descriptions=told
+        ewa_vit,
+        tmp_path / "moe",
+        model_args=OPTIONS,
+        label_names=NAMES,
+        label_descriptions=told,
     )
     timm_moe.export_dense(tmp_path / "moe", tmp_path / "vit")
     timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
@@ -186,7 +190,7 @@ def test_the_licence_is_that_of_weights_that_training_began_from(checkpoint, ewa
         (tmp_path / "finetuned.pth.tar", "apache-2.0"),
     ):
         timm_moe.export_dense(source, tmp_path / "vit", overwrite=True)
-        export_module.export_moe(source, tmp_path / "moe", OPTIONS, overwrite=True)
+        export_module.export_moe(source, tmp_path / "moe", model_args=OPTIONS, overwrite=True)
         timm_moe.export_dense(tmp_path / "moe", tmp_path / "again", overwrite=True)
         for name in ("vit", "moe", "again"):
             config = json.loads((tmp_path / name / "config.json").read_text())

@@ -127,7 +127,7 @@ def test_wrapped_and_compiled_models(ewa_vit, tmp_path):
     for number, block in enumerate(ewa_vit.blocks):
         ewa_vit.blocks[number] = torch.compile(block, backend="eager")
     assert timm_moe.export_dense(ewa_vit, tmp_path / "parts").largest_difference == 0
-    export_moe(ewa_vit, tmp_path / "moe", OPTIONS)
+    export_moe(ewa_vit, tmp_path / "moe", model_args=OPTIONS)
     names = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).state_dict().keys()
     assert timm_moe.to_dense(ewa_vit).state_dict().keys() == names
     assert "_orig_mod" in str(ewa_vit.state_dict().keys())  # the caller's is what it was

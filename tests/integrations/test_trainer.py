@@ -47,7 +47,7 @@ def wrapped(folder, name, **options):
     export_moe(
         timm.create_model(name, **SMALL_VIT, **options),
         folder,
-        {**OPTIONS, **options},
+        model_args={**OPTIONS, **options},
         overwrite=True,
     )
     return transformers.AutoModelForImageClassification.from_pretrained(folder)

@@ -136,7 +136,7 @@ def _write(kind, folder):
     names = NAMES if kind in NAMED else None
     if kind in EXPERTS:
         args = {name: value for name, value in EXPERTS[kind][1].items() if name != "num_classes"}
-        export_moe(model, folder, args, label_names=names)
+        export_moe(model, folder, model_args=args, label_names=names)
     else:
         timm_moe.export_dense(model, folder, label_names=names)
 

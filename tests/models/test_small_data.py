@@ -317,7 +317,7 @@ def test_export(family, options, images, tmp_path):
     assert not set(config["model_args"]) & {"num_experts", "share_rate"}
     loaded = timm.create_model(f"local-dir:{tmp_path}/dense", pretrained=True).eval()
     torch.testing.assert_close(loaded(images[:, :1]), expected)
-    export_moe(model, tmp_path / "moe", args)
+    export_moe(model, tmp_path / "moe", model_args=args)
     loaded = timm.create_model(f"local-dir:{tmp_path}/moe", pretrained=True).eval()
     assert torch.equal(loaded(images[:, :1]), expected)
     again = timm_moe.export_dense(loaded, tmp_path / "again")

@@ -3,7 +3,6 @@
 import copy
 from typing import Any, TypeVar
 
-import timm.utils
 from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,14 +13,10 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 #: take long to import.
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel, AveragedModel, ModelEmaV2, ModelEmaV3)
 _WRAPPERS_BY_NAME = ("FullyShardedDataParallel", "DeepSpeedEngine")
-#: timm's first EMA, which it will remove.
-_FIRST_EMA: Any = getattr(timm.utils, "ModelEma", ())
 
 
 def unwrapped(model: Any) -> nn.Module:
     """Return a model without its wrappers: DDP, torch.compile, EMA."""
-    if isinstance(model, _FIRST_EMA):
-        return unwrapped(model.ema)
     if isinstance(model, _WRAPPERS) or type(model).__name__ in _WRAPPERS_BY_NAME:
         return unwrapped(model.module)
     return unwrapped(model._orig_mod) if hasattr(model, "_orig_mod") else model

@@ -121,7 +121,6 @@ def export_dense(
 def export_moe(
     source: nn.Module | str | Path,
     output_dir: str | Path,
-    model_args: dict[str, Any] | None = None,
     *,
     overwrite: bool = False,
     **options: Any,
@@ -139,15 +138,13 @@ def export_moe(
         source: an expert model of a registered name, or a file or folder of one, as for
             :func:`export_dense`.
         output_dir: folder to write; missing parents are made.
-        model_args: arguments that ``timm.create_model`` needs for it, where timm does not record
-            them.
         overwrite: as for :func:`export_dense`.
         **options: the others of :func:`export_dense`, whose errors are raised too.
 
     Raises:
         ValueError: if the model has no expert layers or no registered name.
     """
-    settings = ModelOptions.of(export_moe, **options, model_args=model_args)
+    settings = ModelOptions.of(export_moe, **options)
     target = check_target(output_dir, overwrite, source)
     layout = opened(source, settings, None)
     write_moe(layout, target, settings, overwrite)
