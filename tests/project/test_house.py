@@ -53,6 +53,7 @@ PRIVATE = {
     "_modules",
     "_orig_mod",
     "_parameters",
+    "_plot",
 }
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != f"{VERSION}.py")
 
