@@ -1,6 +1,6 @@
 """Claims of a strange file.
 
-It states values without end, elements that it does not hold, or files that are none.
+It states values without end, or elements that it does not hold.
 """
 
 import argparse

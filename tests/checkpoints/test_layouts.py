@@ -31,10 +31,6 @@ def load(path, use_ema):
     return load_source(path, SPEC, use_ema=use_ema).state_dict()
 
 
-def prefixed(prefix, state_dict):
-    return {prefix + name: tensor for name, tensor in state_dict.items()}
-
-
 def test_averaged_weights_alone_are_found(tmp_path):
     """The count of torch's AveragedModel is no weight."""
     ema = vit()

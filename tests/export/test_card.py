@@ -176,8 +176,8 @@ def test_a_folder_is_the_start_of_a_training_by_pretrained_alone(checkpoint, tmp
     [
         (dict(), None),
         (dict(initial_checkpoint="first.pth.tar"), "first.pth.tar"),
-        (dict(initial_checkpoint="first.pth.tar", no_resume_opt=True), "last.pth.tar"),
-        (dict(pretrained=True, no_resume_opt=True), "last.pth.tar"),
+        (dict(initial_checkpoint="first.pth.tar", start_epoch=0), "last.pth.tar"),
+        (dict(pretrained=True, start_epoch=0), "last.pth.tar"),
     ],
 )
 def test_a_resumed_run_names_where_its_weights_began(checkpoint, tmp_path, args, start):

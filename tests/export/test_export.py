@@ -416,6 +416,15 @@ def test_weights_that_are_not_finite(ewa_vit, tmp_path, bad):
     assert not (tmp_path / "vit").exists()
 
 
+def test_a_buffer_may_be_a_mask(tmp_path):
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    timm_moe.export_dense(model, tmp_path / "masked")
+    model.running_var[0] = torch.inf  # The outputs are finite all the same.
+    with pytest.raises(ValueError, match="running_var holds NaN or Inf"):
+        timm_moe.export_dense(model, tmp_path / "norm")
+
+
 @pytest.mark.parametrize("write", [timm_moe.export_dense, export_module.export_moe])
 def test_outputs_that_are_not_finite(ewa_vit, tmp_path, write):
     # A number, which the next addition exceeds.

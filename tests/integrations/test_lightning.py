@@ -43,6 +43,8 @@ from timm_moe.layers import EwaMlp
 EWA = ("vit_tiny_ewa_moe", dict(share_schedule="linear"))
 ROUTED = ("vmoe_s32", dict(num_experts=4, moe_layers="last-2"))
 BATCH = 4
+#: What the callback asks a trainer as a checkpoint is saved.
+IDLE = SimpleNamespace(num_training_batches=6, accumulate_grad_batches=1)
 
 pytestmark = [
     pytest.mark.ci,
@@ -289,7 +291,7 @@ def test_a_process_that_failed_saves_alone():
     callback.on_exception(None, None, ArithmeticError())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.is_initialized", lambda: True)
-        callback.on_save_checkpoint(None, None, checkpoint := {})
+        callback.on_save_checkpoint(IDLE, None, checkpoint := {})
     assert len(checkpoint[RANDOM_STATES]) == 1
 
 
@@ -380,23 +382,43 @@ class Rates(lightning.Callback):
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "rates"),
+    ("epochs_done", "batch", "options", "begin", "end"),
     [
-        (8, dict(max_epochs=4), [0.175, 0.2, 0.225, 0.25, 0.275, 0.3]),
-        (2, dict(max_epochs=3), [round(0.2 + 0.1 * step / 12, 6) for step in range(1, 13)]),
-        (8, dict(max_epochs=-1, max_steps=15), [0.26, 0.28, 0.3]),
+        (2, 8, dict(max_epochs=4), 6, 12),
+        (2, 2, dict(max_epochs=3), 24, 36),
+        (1, 6, dict(max_epochs=3), 4, 12),
+        (1, 4, dict(max_epochs=3, accumulate_grad_batches=2), 3, 9),
+        (2, 8, dict(max_epochs=-1, max_steps=15), 12, 15),
     ],
-    ids=["larger", "smaller", "steps"],
+    ids=["larger", "smaller", "after one epoch", "accumulation", "steps"],
 )
-def test_a_run_that_resumes_with_other_batches_goes_on_at_its_epoch(
-    batch, options, rates, tmp_path
+def test_a_run_that_resumes_with_other_batches_goes_on_at_its_part_of_the_training(
+    epochs_done, batch, options, begin, end, tmp_path
 ):
     checkpoint = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     trainer(checkpoint, enable_checkpointing=True).fit(Classifier(*EWA), loader())
     images = DataLoader(loader().dataset, batch)
     seen = Rates()
-    trainer(seen, **options).fit(Classifier(*EWA), images, ckpt_path=tmp_path / "epoch=1.ckpt")
-    assert seen.rates == rates
+    trainer(seen, **options).fit(
+        Classifier(*EWA), images, ckpt_path=tmp_path / f"epoch={epochs_done - 1}.ckpt"
+    )
+    expected = [0.3 * update / end for update in range(begin + 1, end + 1)]
+    repeats = options.get("accumulate_grad_batches", 1)
+    assert seen.rates[repeats - 1 :: repeats][: len(expected)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_steps_that_were_skipped_before_a_resume_stay_uncounted(tmp_path):
+    """As those of float16's GradScaler."""
+    fit = trainer(max_epochs=1)
+    fit.fit(Classifier(*EWA), loader())
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    content = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    for group in content["optimizer_states"][0]["param_groups"]:
+        group["ewa_updates"] = torch.tensor(5)
+    torch.save(content, tmp_path / "last.ckpt")
+    seen = Rates()
+    trainer(seen).fit(Classifier(*EWA), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert seen.rates[0] == pytest.approx(0.3 * 6 / 12)
 
 
 def averaging_weights():
@@ -448,7 +470,7 @@ def test_all_generators_go_on(tmp_path, monkeypatch, device):
 
     callback = ExpertCallback()
     callback.setup(trainer_on(device), None, "fit")
-    callback.on_save_checkpoint(None, None, checkpoint := {})
+    callback.on_save_checkpoint(IDLE, None, checkpoint := {})
     torch.save(checkpoint, tmp_path / "state.pt")
     drawn = drawing()
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -458,7 +480,7 @@ def test_all_generators_go_on(tmp_path, monkeypatch, device):
 
 def test_a_checkpoint_of_more_processes_is_told():
     callback = ExpertCallback()
-    callback.on_save_checkpoint(None, None, checkpoint := {})
+    callback.on_save_checkpoint(IDLE, None, checkpoint := {})
     callback.setup(trainer_on("cpu"), None, "fit")
     before = torch.get_rng_state()
     torch.rand(1)

@@ -385,6 +385,14 @@ def test_not_a_number_stays_with_its_token(row):
     assert (y == 0).all(2).sum() > 5
 
 
+@pytest.mark.parametrize("gate_mode", ["prob", "renorm"])
+def test_not_a_number_in_a_router_shows_in_the_outputs(gate_mode):
+    layer = routed(gate_mode=gate_mode)
+    with torch.no_grad():
+        layer.router.weight[1] = float("nan")
+    assert not layer(torch.randn(2, 19, 5)).isfinite().any()
+
+
 def test_an_empty_batch():
     layer = routed(top_k=2, capacity_factor=1.0, eval_capacity_factor=1.0, group_images=2).eval()
     assert layer(torch.randn(0, 7, 5)).shape == (0, 7, 5)

@@ -23,8 +23,8 @@ def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict
     train.py writes it as ``state_dict`` and ``state_dict_ema``, others as ``model``, or alone.
 
     Raises:
-        ValueError: if there is no such state dict, it holds the weights twice, or a tensor has more
-            elements than the file has for it.
+        ValueError: if there is no such state dict, no EMA weights, or weights twice; or if a tensor
+            has more elements than the file has for it.
     """
     weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
     if use_ema and holds_ema(checkpoint):

@@ -1,6 +1,7 @@
 """Export of a trained model: load, make it dense, write, verify, publish the folder."""
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -216,12 +217,15 @@ def checked_format(
 
 
 def require_finite_weights(model: nn.Module) -> None:
-    """Raise ValueError if a parameter holds NaN or Inf, or a buffer NaN; masks may hold Inf."""
+    """Raise ValueError if a weight is NaN or Inf; a buffer may be a mask, which holds -Inf."""
     parameters = dict(model.named_parameters())
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor):
             continue
-        if tensor.isnan().any() or (name in parameters and tensor.isinf().any()):
+        is_sound = tensor.isfinite()
+        if name not in parameters:
+            is_sound = is_sound | (tensor == -math.inf)
+        if not is_sound.all():
             raise ValueError(f"{name} holds NaN or Inf, so it is not exported.")
 
 

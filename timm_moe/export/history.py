@@ -322,9 +322,9 @@ def _is_set(name: str, value: Any) -> bool:
 def _stated_start(args: dict[str, Any]) -> Any:
     """Return the weights with which train.py was told to begin, in place of timm's.
 
-    None is returned if there are none. ``--resume`` with ``--no-resume-opt`` begins from a file.
+    None is returned if there are none. ``--resume`` with ``--start-epoch 0`` begins from a file.
     """
-    starts = [args.get("resume")] if args.get("no_resume_opt") else []
+    starts = [args.get("resume")] if args.get("start_epoch") == 0 else []
     starts += [args.get("initial_checkpoint"), args.get("pretrained_path")]
     overlay = args.get("pretrained_cfg_overlay")
     if isinstance(overlay, dict):

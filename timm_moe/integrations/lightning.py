@@ -33,8 +33,10 @@ except ModuleNotFoundError as error:
 
 __all__ = ["ExpertCallback"]
 
-#: Key of a checkpoint for the random state of each process.
+#: Keys of a checkpoint, for the random state of each process and for the number of optimizer steps
+#: of an epoch.
 RANDOM_STATES = "timm_moe_random_states"
+UPDATES_PER_EPOCH = "timm_moe_updates_per_epoch"
 #: Types of devices whose random state torch reads.
 _GPUS = ("cuda", "mps", "xpu")
 
@@ -65,6 +67,7 @@ class ExpertCallback(Callback):
         self._fitting = False
         self._failed = False
         self._device = torch.device("cpu")
+        self._updates_per_epoch_before: float | None = None  # in the run that is resumed
         # Averagings of trials of a search, as for a learning rate.
         self._trials: WeakSet[Started] = WeakSet()
 
@@ -76,6 +79,7 @@ class ExpertCallback(Callback):
         """
         self._fitting = stage == "fit"
         self._failed = False
+        self._updates_per_epoch_before = None
         self._device = trainer.strategy.root_device
         self._run.close()
         wrappers = {"on_train_start": self._start, "training_step": _with_router_losses}
@@ -117,13 +121,24 @@ class ExpertCallback(Callback):
             self._trials.add(averaging)
         self._run.callback(averaging.remove)
         if pl_module.automatic_optimization:
-            _place_in_epoch(averaging, trainer)
+            self._count_in_new_batches(averaging, trainer)
         else:
             rank_zero_warn(
                 f"Manual optimization: the share rate reaches its end after {total_updates} steps "
                 "of the optimizer. If it takes another number, make timm_moe.ExpertWeightAveraging "
                 "in configure_optimizers and tell it total_updates."
             )
+
+    def _count_in_new_batches(self, averaging: Started, trainer: Any) -> None:
+        """Multiply the count of a resumed run as its epochs have more or fewer steps than before.
+
+        The batches may be larger or smaller, or the processes others. Where a number of steps ends
+        the run, the count stays.
+        """
+        before, now = self._updates_per_epoch_before, _updates_per_epoch(trainer)
+        is_ended_by_steps = averaging.total_updates == trainer.max_steps
+        if not is_ended_by_steps and before not in (None, now):
+            averaging.seek(round(averaging.updates * now / before))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the statistics of the experts, as means over the processes."""
@@ -146,7 +161,10 @@ class ExpertCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the random state of each process; Lightning asks all of them to save."""
+        """Add the random state of each process, and the number of steps of an epoch.
+
+        Lightning asks all processes to save.
+        """
         own = _random_state(self._device)
         states: list[Any] = [own]
         # After an exception this may be the only process that saves, so it waits for nobody.
@@ -154,6 +172,7 @@ class ExpertCallback(Callback):
             states = [None] * distributed.get_world_size()
             distributed.all_gather_object(states, own)
         checkpoint[RANDOM_STATES] = states
+        checkpoint[UPDATES_PER_EPOCH] = _updates_per_epoch(trainer)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -163,6 +182,7 @@ class ExpertCallback(Callback):
         This happens at once, since the optimizers may ask for the data next, which is then
         shuffled.
         """
+        self._updates_per_epoch_before = checkpoint.get(UPDATES_PER_EPOCH)
         states = checkpoint.get(RANDOM_STATES)
         if states is None:  # The run had no such callback.
             return
@@ -200,18 +220,10 @@ class ExpertCallback(Callback):
         vars(pl_module)[name] = MethodType(hook, pl_module)
 
 
-def _place_in_epoch(averaging: Started, trainer: Any) -> None:
-    """Begin a resumed run at its epoch where its count of steps does not lie in that epoch.
-
-    The run may have larger or smaller batches than the one that it continues, or other processes.
-    Where a number of steps ends the run, the count stays.
-    """
-    if averaging.total_updates == trainer.max_steps:
-        return
-    updates_per_epoch = averaging.total_updates // trainer.max_epochs
-    begin = trainer.current_epoch * updates_per_epoch
-    if not begin <= averaging.updates <= begin + updates_per_epoch:
-        averaging.seek(begin)
+def _updates_per_epoch(trainer: Any) -> float:
+    """Return the number of optimizer steps of an epoch; Inf if it is not known."""
+    batches: float = trainer.num_training_batches
+    return batches if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
 
 
 def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:

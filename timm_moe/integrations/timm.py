@@ -240,11 +240,6 @@ class _RunAveraging(ExpertWeightAveraging):
         if self.has_experts:
             super()._write_count()
 
-    def seek(self, updates: int) -> None:
-        """Continue after this many updates."""
-        super().seek(updates)
-        self._updates_before = updates  # The steps of an epoch are counted from here.
-
     def end_epoch(self, optimizer: Optimizer) -> None:
         """Warn once of an epoch with far fewer optimizer steps than ``updates_per_epoch``.
 
@@ -269,6 +264,7 @@ class _RunAveraging(ExpertWeightAveraging):
         """
         if not self.started and updates and updates % self.updates_per_epoch == 0:
             self.seek(updates)  # runs start with an epoch
+            self._updates_before = updates
 
     def begin_anew(self, updates: int) -> None:
         """Take the position of the scheduler after the first step, if the count is ahead of it.
@@ -281,6 +277,7 @@ class _RunAveraging(ExpertWeightAveraging):
             self._has_begun = True
             if 0 < updates < self.updates - 1:
                 self.seek(updates)
+                self._updates_before = updates - 1  # before the first step
 
 
 def _at_scheduler_step(method: Any, position: str) -> Any:

@@ -165,7 +165,7 @@ def _part(
     choice: str | None = None,
     percent: bool = False,
 ) -> Part | None:
-    """Draw the finite values, with sentences on the epochs that are missing.
+    """Draw the finite values, with a sentence on the epochs of the others.
 
     Args:
         title: the question that the part answers.
@@ -181,9 +181,6 @@ def _part(
     """
     known = _finite(points)
     lost = _lost(sorted({point["epoch"] for point in points if not _is_finite(point["value"])}))
-    first = min((point["epoch"] for point in points), default=0)
-    if first > 0:  # A resumed run may have written to another folder.
-        lost = f"{lost} Nothing is known here of the epochs before {first}.".strip()
     if not known:
         return Part(title, lost) if lost else None
     chart = charts.lines(known, series, y_title, percent)
