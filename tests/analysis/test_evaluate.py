@@ -344,7 +344,7 @@ def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
             "a.pth.tar is a file, so a.pth.tar/a.json",
         ),
         (["--data-dir", "{splits}", "--json", "empty"], "empty is a folder"),
-        (["--data-dir", "{splits}", "--use-ema"], "a.pth.tar has no EMA weights"),
+        (["--data-dir", "{splits}", "--use-ema"], "a.pth.tar has no state_dict_ema"),
     ],
 )
 def test_errors_are_one_sentence_before_any_forward(
