@@ -213,6 +213,20 @@ def test_fewer_updates_of_an_epoch_at_a_resume_are_no_short_epoch(ewa_vit, posit
     assert "will not reach its end" not in caplog.text
 
 
+def test_an_epoch_that_is_trained_anew_is_no_short_epoch(ewa_vit, caplog):
+    """As with the recovery file of a first epoch, and ``--start-epoch 0``."""
+    optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=1e-3)
+    optimizer.param_groups[0]["ewa_updates"] = torch.tensor(2)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=3)
+    for update in range(3):
+        ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+        optimizer.step()
+        scheduler.step_update(update + 1)
+    scheduler.step(1)
+    assert ExpertWeightAveraging.of(optimizer).updates == 3
+    assert "will not reach its end" not in caplog.text
+
+
 def test_a_loop_that_numbers_its_steps_from_0_keeps_its_count(ewa_vit):
     optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=1e-3)
     optimizer.param_groups[0]["ewa_updates"] = torch.tensor(3)
