@@ -408,7 +408,7 @@ def test_a_run_that_resumes_with_other_batches_goes_on_at_its_part_of_the_traini
 
 
 def test_steps_that_were_skipped_before_a_resume_stay_uncounted(tmp_path):
-    """As those of float16's GradScaler."""
+    """Resume a count that is behind, as float16's GradScaler leaves it."""
     fit = trainer(max_epochs=1)
     fit.fit(Classifier(*EWA), loader())
     fit.save_checkpoint(tmp_path / "last.ckpt")

@@ -214,7 +214,7 @@ def test_fewer_updates_of_an_epoch_at_a_resume_are_no_short_epoch(ewa_vit, posit
 
 
 def test_an_epoch_that_is_trained_anew_is_no_short_epoch(ewa_vit, caplog):
-    """As with the recovery file of a first epoch, and ``--start-epoch 0``."""
+    """Begin anew, as with the recovery file of a first epoch and ``--start-epoch 0``."""
     optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=1e-3)
     optimizer.param_groups[0]["ewa_updates"] = torch.tensor(2)
     scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=3)
