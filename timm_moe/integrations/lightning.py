@@ -67,7 +67,7 @@ class ExpertCallback(Callback):
         self._fitting = False
         self._failed = False
         self._device = torch.device("cpu")
-        self._updates_per_epoch_before: float | None = None  # in the run that is resumed
+        self._updates_per_epoch_before: int | None = None  # in the run that is resumed
         # Averagings of trials of a search, as for a learning rate.
         self._trials: WeakSet[Started] = WeakSet()
 
@@ -137,7 +137,7 @@ class ExpertCallback(Callback):
         """
         before, now = self._updates_per_epoch_before, _updates_per_epoch(trainer)
         is_ended_by_steps = averaging.total_updates == trainer.max_steps
-        if not is_ended_by_steps and before not in (None, now):
+        if before and now and before != now and not is_ended_by_steps:
             averaging.seek(round(averaging.updates * now / before))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -220,10 +220,10 @@ class ExpertCallback(Callback):
         vars(pl_module)[name] = MethodType(hook, pl_module)
 
 
-def _updates_per_epoch(trainer: Any) -> float:
-    """Return the number of optimizer steps of an epoch; Inf if it is not known."""
-    batches: float = trainer.num_training_batches
-    return batches if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
+def _updates_per_epoch(trainer: Any) -> int | None:
+    """Return the number of optimizer steps of an epoch; None if it is not known."""
+    batches = trainer.num_training_batches
+    return None if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
 
 
 def _with_router_losses(module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:
