@@ -426,7 +426,7 @@ def test_a_run_that_begins_at_each_epoch_is_told_of(ewa_vit, caplog):
 
 @pytest.mark.parametrize("updates", [0, 6])
 def test_a_state_of_uncounted_steps_is_told_of(ewa_vit, updates, caplog):
-    """It is that of a first part without averaging, and is loaded after the start."""
+    """Load the state of a first part without averaging, after the start."""
     first = torch.optim.AdamW(ewa_vit.parameters())
     for _ in range(6):
         still_step(ewa_vit, first)
