@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.convert.dense import to_dense_
 
 from .protocol import Row, Setting

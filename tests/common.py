@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from timm_moe import expert_parameters, moe_layers
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints.model_spec import ModelSpec
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.checkpoints.model_spec import ModelSpec
+from timm_moe.checkpoints.source import load_source
 from timm_moe.layers import EwaMlp, RandomPartition
 from timm_moe.models.registered import weightless_model
 from timm_moe.quick_init import quick_init

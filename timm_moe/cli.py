@@ -45,7 +45,9 @@ from .analysis.routes.segmentation import MaskedImages, read_names
 from .analysis.routes.statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .checkpoints import swin_moe, vmoe
 from .checkpoints.description import SOURCE_PREFIXES
-from .checkpoints.source import ModelSpec, folder_of, load_source
+from .checkpoints.model_folder import folder_of
+from .checkpoints.model_spec import ModelSpec
+from .checkpoints.source import load_source
 from .console import PrintableFormatter, describe, show
 from .convert.expert_layers import moe_layers
 from .convert.gather import get_method

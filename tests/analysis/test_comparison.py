@@ -18,7 +18,7 @@ from timm_moe.analysis import comparison
 from timm_moe.analysis.comparison import Measured, Run, compare, find_runs, table
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.evaluation import evaluate
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe_cli import main
 
 HERE = ("-j", "0", "--device", "cpu")

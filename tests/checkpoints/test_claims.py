@@ -16,7 +16,8 @@ from common import OPTIONS, SMALL_VIT, SPEC, save_as_train_py
 from timm.models import save_for_hf
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.checkpoints.model_spec import ModelSpec
+from timm_moe.checkpoints.source import load_source
 from timm_moe.console import shown
 from timm_moe.export.push import push_dense, push_moe
 from timm_moe_cli import main

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 import timm_moe
-from timm_moe.checkpoints import source as source_module
+from timm_moe.checkpoints import model_folder
 from timm_moe.checkpoints.description import architecture_arguments
-from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.checkpoints.model_spec import ModelSpec
+from timm_moe.checkpoints.source import load_source
 from timm_moe.files import write_json
 from timm_moe.model_config import preprocessing
 from timm_moe.models.registered import registered_models
@@ -216,7 +217,7 @@ def test_a_repository_is_loaded_as_a_folder(ewa_vit, folder, monkeypatch):
             raise EntryNotFoundError(file)
         return folder / file
 
-    monkeypatch.setattr(source_module, "hf_hub_download", download)
+    monkeypatch.setattr(model_folder, "hf_hub_download", download)
     torch.save(ewa_vit.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     assert same(load_source("hf-hub:user/vit@v1"), ewa_vit)
@@ -647,7 +648,7 @@ def test_the_licence_of_a_repository_goes_along(folder, tmp_path, monkeypatch):
     def download(repo_id, file, revision):
         return folder / file
 
-    monkeypatch.setattr(source_module, "hf_hub_download", download)
+    monkeypatch.setattr(model_folder, "hf_hub_download", download)
     edit(folder, lambda config: config["pretrained_cfg"].update(license="cc-by-nc-4.0"))
     export = timm_moe.export_dense("hf-hub:user/vit", tmp_path / "out")
     config = json.loads((export.path / "config.json").read_text())

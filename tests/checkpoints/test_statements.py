@@ -10,7 +10,8 @@ from families import SMALL
 from timm.data import IMAGENET_DEFAULT_MEAN, resolve_data_config
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.checkpoints.model_spec import ModelSpec
+from timm_moe.checkpoints.source import load_source
 from timm_moe.export import push_moe
 from timm_moe.model_config import model_input_size
 

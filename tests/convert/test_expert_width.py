@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 import timm_moe
 from timm_moe.analysis.info import model_info
-from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.checkpoints.model_spec import ModelSpec
+from timm_moe.checkpoints.source import load_source
 from timm_moe.convert.expert_layers import parameters
 from timm_moe.convert.gather import METHODS
 from timm_moe.export.export import export_moe

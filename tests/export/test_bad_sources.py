@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints.model_spec import ModelSpec
 
 DAMAGED_FOLDERS = {
     "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 1000),

@@ -15,7 +15,8 @@ from hub_client import front_matter
 from safetensors.torch import load as load_bytes
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec, load_source
+from timm_moe.checkpoints.model_spec import ModelSpec
+from timm_moe.checkpoints.source import load_source
 from timm_moe.export import PushOptions, push_dense, push_folder, push_moe
 from timm_moe.export.export import export_moe
 from timm_moe_cli import main

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.export import export as export_module
 from timm_moe.export.push import push_folder
 from timm_moe_cli import main

@@ -18,8 +18,8 @@ from timm.layers import SwiGLU
 from timm.models import save_for_hf
 
 import timm_moe
-from timm_moe.checkpoints import source as source_module
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints import building, checkpoint_file
+from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.export import export as export_module
 from timm_moe.export import verify as verify_module
 from timm_moe.export.export import export_moe
@@ -373,17 +373,17 @@ def test_a_checkpoint_is_read_once(checkpoint, tmp_path, monkeypatch):
     """And its tensors are verified once, by an export and by a push."""
     read, verified = [], []
 
-    def counted(name, calls):
-        function = getattr(source_module, name)
+    def counted(module, name, calls):
+        function = getattr(module, name)
 
         def call(*arguments):
             calls.append(arguments[0])
             return function(*arguments)
 
-        monkeypatch.setattr(source_module, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    counted("read_checkpoint", read)
-    counted("require_intact", verified)
+    counted(checkpoint_file, "read_checkpoint", read)
+    counted(building, "require_intact", verified)
     timm_moe.export_dense(checkpoint, tmp_path / "vit")
     timm_moe.push_dense(checkpoint, "user/vit", dry_run=True)
     export_moe(checkpoint, tmp_path / "moe")

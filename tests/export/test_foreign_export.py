@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import timm_moe
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.export import verify as verify_module
 from timm_moe.export.export import export_dense, export_moe
 from timm_moe.export.push import push_dense, push_moe

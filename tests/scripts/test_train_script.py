@@ -22,7 +22,7 @@ from train_script import SCRIPTS, WORKERS, needs_scripts, script, summary, train
 import timm_moe
 from timm_moe.analysis import data
 from timm_moe.analysis.evaluation import evaluate
-from timm_moe.checkpoints.source import ModelSpec
+from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.training.epoch_log import read_epochs
 from timm_moe_cli import main
 

@@ -14,7 +14,7 @@ import torch
 from timm.data import ImageDataset
 
 from ..checkpoints.description import SOURCE_PREFIXES
-from ..checkpoints.source import ModelSpec
+from ..checkpoints.model_spec import ModelSpec
 from ..export.history import history_of
 from ..layers.ensemble import ensemble_log_probabilities
 from .data import Inference, load_classifiers, require_different, short_names

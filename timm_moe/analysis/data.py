@@ -18,13 +18,9 @@ from PIL import Image
 from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
-from ..checkpoints.source import (
-    ModelSpec,
-    load_source,
-    own_numbering,
-    stated_image_mode,
-    stated_task,
-)
+from ..checkpoints.image_settings import own_numbering, stated_image_mode, stated_task
+from ..checkpoints.model_spec import ModelSpec
+from ..checkpoints.source import load_source
 from ..convert.wrappers import unwrapped
 from ..files import local_path
 from ..model_config import classes_of, moved_class, preprocessing, renamed_class, stated_names

@@ -10,7 +10,7 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ..checkpoints.source import ModelSpec
+from ..checkpoints.model_spec import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
 from .rows import Rows

@@ -19,7 +19,7 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ..checkpoints.source import ModelSpec
+from ..checkpoints.model_spec import ModelSpec
 from .data import Inference, Source, batches, class_names, describe_source, open_model
 from .rows import Rows
 

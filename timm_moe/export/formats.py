@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
+from ..checkpoints.building import first_problem
 from ..checkpoints.description import ENTRY
-from ..checkpoints.source import first_problem, own_numbering
+from ..checkpoints.image_settings import own_numbering
 from ..console import describe, shown
 from ..model_config import (
     change_pretrained_cfg,

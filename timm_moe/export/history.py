@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from torch import nn
 
 from ..checkpoints.description import ENTRY, SOURCE_PREFIXES
-from ..checkpoints.source import Origin, own_numbering, stated_image_mode, stated_task
+from ..checkpoints.image_settings import own_numbering, stated_image_mode, stated_task
+from ..checkpoints.model_spec import Origin
 from ..checkpoints.summary_csv import DamagedTable, read_summary
 from ..console import describe, is_single, shown
 from ..convert.expert_layers import moe_layers, numbers_of_experts, parameters

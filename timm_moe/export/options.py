@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from huggingface_hub.utils import validate_repo_id
 
-from ..checkpoints.source import ModelSpec
+from ..checkpoints.model_spec import ModelSpec
 from ..console import describe, did_you_mean
 
 OptionsT = TypeVar("OptionsT", bound="ModelOptions")

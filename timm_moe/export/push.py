@@ -19,7 +19,8 @@ from huggingface_hub.utils import get_session
 from torch import nn
 
 from ..checkpoints.description import ENTRY
-from ..checkpoints.source import ModelSpec, folder_of, load_folder, require_config
+from ..checkpoints.model_folder import folder_of, load_folder, require_config
+from ..checkpoints.model_spec import ModelSpec
 from ..console import describe
 from ..convert.expert_layers import moe_layers
 from ..files import local_path, require_inside

@@ -10,7 +10,7 @@ import timm_moe.analysis.report
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.report import write_report
 from timm_moe.analysis.report.sections.run import read_run, run_of_model, run_section
-from timm_moe.checkpoints.source import Origin
+from timm_moe.checkpoints.model_spec import Origin
 from timm_moe.checkpoints.summary_csv import read_summary
 from timm_moe.training.epoch_log import FILE
 

@@ -9,7 +9,7 @@ import torch
 from timm.data import ImageDataset
 from torch import nn
 
-from ...checkpoints.source import ModelSpec
+from ...checkpoints.model_spec import ModelSpec
 from ...export.history import history_of
 from ...files import check_folder, written_whole
 from ...model_config import get_pretrained_cfg

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ....checkpoints.source import Origin
+from ....checkpoints.model_spec import Origin
 from ....checkpoints.summary_csv import read_summary
 from ....convert.expert_layers import moe_layers
 from ....export.history import measures_ema

@@ -1,0 +1,115 @@
+"""A description and weights become a model, or it is said why they do not fit each other.
+
+A model is built twice: first without memory for its weights, to compare those of the file.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+from torch import Tensor, nn
+
+from ..console import describe, shortened
+from ..models.registered import weightless
+from ..quick_init import quick_init
+from .description import SOURCE_PREFIXES, Blueprint
+from .layouts import require_kinds, without_wrapper
+from .reading import require_intact
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model that weights fit."""
+
+    blueprint: Blueprint
+    weights: dict[str, Tensor]  # by the model's names
+    missing: set[str]  # names of those that the file lacks: of routers, beside a dense network's
+
+
+def create(blueprint: Blueprint) -> nn.Module:
+    """Create the model of a description, with weights that are drawn."""
+    args = {option: value for option, value in blueprint.args.items() if value is not None}
+    return timm.create_model(
+        blueprint.architecture, pretrained_cfg=blueprint.pretrained_cfg, **args
+    )
+
+
+def fitted(
+    name: str, blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_strict: bool = False
+) -> Fit:
+    """Compare weights with a model that is built without memory for its own.
+
+    Args:
+        name: of the model, for messages.
+        blueprint: of the model.
+        weights: by their names in the file.
+        path: of the file, for messages.
+        is_strict: refuse a dense network's weights for the experts.
+
+    Returns:
+        What fits. Only routers may be missing: for a dense network's weights ``MoeMlp`` and the
+        hooks of ``convert/hooks.py`` complete the state dict.
+
+    Raises:
+        ValueError: if the model cannot be created, or the weights have other names or shapes than
+            the model's, are of another kind, or of some layers only.
+    """
+    try:
+        with weightless():
+            sketch = create(blueprint)
+    except Exception as error:  # arguments may end in anything
+        raise not_created(name, error) from error
+
+    expected = sketch.state_dict()
+    taken = without_wrapper(weights, expected, path)
+    try:
+        sketch.load_state_dict({key: tensor.to("meta") for key, tensor in taken.items()})
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(first_problem(error)) from error
+    require_kinds(taken, expected, path)
+    if is_strict:
+        _require_shapes(taken, expected)
+    return Fit(blueprint, taken, expected.keys() - taken.keys())
+
+
+def _require_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless weights have the shapes of a model's, also those of the experts."""
+    for key in weights.keys() & expected.keys():
+        held, wanted = tuple(weights[key].shape), tuple(expected[key].shape)
+        if held != wanted:
+            raise ValueError(f"the weights hold {key} of shape {held}, the model one of {wanted}.")
+
+
+def loaded(fit: Fit, path: Path) -> nn.Module:
+    """Create a model and load weights that fit it; those that they lack are drawn.
+
+    The model is not the one that was compared: buffers that no file holds have their values from
+    the constructor.
+    """
+    require_intact(path, fit.weights)
+    with nullcontext() if fit.missing else quick_init():
+        model = create(fit.blueprint)
+    model.load_state_dict(fit.weights)
+    return model
+
+
+def not_created(name: str, error: Exception) -> ValueError:
+    """Return the error of a model that cannot be made, for the first problem of another error."""
+    from_files = " from its config.json and weights" if name.startswith(SOURCE_PREFIXES) else ""
+    return ValueError(f"{name} cannot be created{from_files}: {first_problem(error)}")
+
+
+def first_problem(error: Exception) -> str:
+    """Return the first problem of each kind that a load_state_dict lists, or the error itself."""
+    heading, *lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    if not (lines and heading.startswith("Error(s) in loading")):
+        return describe(error)
+    of_kind: dict[str, list[str]] = {}  # missing, unexpected, of another size
+    for line in lines:
+        of_kind.setdefault(line.split()[0], []).append(shortened(line, 200))
+    return " ".join(
+        first if not others else f"{first} (and {len(others)} more)"
+        for first, *others in of_kind.values()
+    )
