@@ -14,7 +14,7 @@ from torch import nn
 
 from timm_moe import moe_layers
 from timm_moe.convert.expert_layers import parameters, parameters_of_an_expert
-from timm_moe.layers.dispatch import expert_capacity
+from timm_moe.layers.queues import expert_capacity
 from timm_moe.models.registered import weightless_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "generated" / "distributed.md"

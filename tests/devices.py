@@ -13,7 +13,7 @@ from timm.layers import Mlp, SwiGLU
 from torch import nn
 
 from timm_moe import auxiliary_loss
-from timm_moe.layers import dispatch
+from timm_moe.layers import queues
 
 WIDTH = 8
 
@@ -41,7 +41,7 @@ NETWORKS = {
 def equal_slots(are_equal=True):
     """On the CPU, what other devices do; within such a block, what a CPU does again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "has_equal_slots", lambda *_: are_equal)
+        patch.setattr(queues, "has_equal_slots", lambda *_: are_equal)
         yield
 
 

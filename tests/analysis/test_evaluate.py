@@ -33,8 +33,7 @@ from torch.optim.swa_utils import AveragedModel
 from timm_moe.analysis import evaluation
 from timm_moe.analysis.data import Inference, image_folder, in_eval_mode
 from timm_moe.analysis.evaluation import LABELS, evaluate
-from timm_moe.layers import MoeMlp
-from timm_moe.layers.routers import RandomPartition
+from timm_moe.layers import MoeMlp, RandomPartition
 from timm_moe_cli import main
 
 pytest.importorskip("torchmetrics")

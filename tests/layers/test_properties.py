@@ -19,7 +19,7 @@ from timm_moe.layers import (
     TilingRouter,
     TopKRouter,
 )
-from timm_moe.layers.dispatch import expert_capacity
+from timm_moe.layers.queues import expert_capacity
 
 WIDTH = 5
 TILED = (EnsembleRouter, TilingRouter)

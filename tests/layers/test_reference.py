@@ -10,9 +10,10 @@ from common import TINY, cases, dense_combine, loads
 import timm_moe
 from timm_moe.checkpoints.vmoe import state_dict_from_flax
 from timm_moe.layers import TopKRouter
-from timm_moe.layers.dispatch import assign, combine, dispatch, expert_capacity, queue
+from timm_moe.layers.dispatch import combine, dispatch
 from timm_moe.layers.grouped import sizes_of_runs
 from timm_moe.layers.losses import balance_loss, importance_loss, load_loss
+from timm_moe.layers.queues import assign, expert_capacity, queue
 
 
 def test_capacity_matches_the_reference(golden):

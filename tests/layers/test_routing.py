@@ -27,10 +27,11 @@ from timm_moe.layers import (
     TopKRouter,
     routing_to,
 )
-from timm_moe.layers.dispatch import assign, combine, expert_capacity, partition, queue
+from timm_moe.layers.dispatch import combine
 from timm_moe.layers.functional import Mode
+from timm_moe.layers.queues import assign, expert_capacity, partition, queue
 from timm_moe.layers.router import generator_device
-from timm_moe.layers.routers import LOSSES
+from timm_moe.layers.top_k_router import LOSSES
 
 
 def routed(width=5, hidden=6, num_experts=4, expert_init="independent", **options):

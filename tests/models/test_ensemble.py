@@ -39,7 +39,7 @@ from timm_moe.layers import (
     TopKRouter,
     tile,
 )
-from timm_moe.layers.dispatch import queue
+from timm_moe.layers.queues import queue
 from timm_moe.models.ensemble import as_one_classifier
 
 SMALL = dict(**SMALL_VIT, num_experts=4)

@@ -2,25 +2,21 @@
 
 from .balancing_bias import BalancingBias
 from .cosine_router import CosineRouter
-from .dispatch import AnyRouting, ChosenRows, Routing, routing_to
 from .ensemble import MemberLoss, ensemble_log_probabilities, tile
+from .ensemble_routers import EnsembleRouter, MultiHeadRouter, PartitionedRouter, TilingRouter
 from .expert_choice import ExpertChoiceRouter
 from .experts import Experts
 from .functional import no_autocast
+from .image_router import ImageRouter
 from .moe_mlp import EwaMlp, MoeMlp, SharedExpertMlp
+from .queues import routing_to
+from .random_partition import RandomPartition
 from .recording_router import RecordingRouter, begin_forward
 from .router import Router, linear_logits
 from .router_totals import RouterRecord
-from .routers import (
-    EnsembleRouter,
-    ImageRouter,
-    MultiHeadRouter,
-    PartitionedRouter,
-    RandomPartition,
-    TilingRouter,
-    TopKRouter,
-)
+from .routing import AnyRouting, ChosenRows, Routing
 from .soft_moe import SoftMoeMlp, SoftRouter
+from .top_k_router import TopKRouter
 
 __all__ = [
     "AnyRouting",

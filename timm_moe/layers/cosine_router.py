@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .functional import no_autocast
-from .routers import TopKRouter
+from .top_k_router import TopKRouter
 
 #: P.
 PROJECTED = 256

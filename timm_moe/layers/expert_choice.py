@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_integer, check_number
-from .dispatch import ChosenRows, equal_runs, expert_capacity, images_of_group, largest
 from .functional import current_mode
+from .queues import equal_runs, expert_capacity, images_of_group, largest
 from .router import Router, linear_logits, with_noise
+from .routing import ChosenRows
 
 GATE_MODES = ("prob", "renorm")
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .all_to_all import Dispatcher
 from .checks import check_choice
-from .expert_dispatcher import Dispatcher
 from .fine_grained import HiddenUnits
 from .functional import Mode, autocast_dtype, call_with, current_mode, is_intercepted
 from .grouped import Runs, runs_of, sizes_of_runs

@@ -13,13 +13,14 @@ from torch.fx import Proxy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .checks import check_choice
-from .dispatch import AnyRouting, ChosenRows, combine, dispatch
+from .dispatch import combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
 from .functional import Mode, current_mode, kept_whole
 from .living import register
 from .probe import probe
 from .recording_router import in_backward
 from .router import Router
+from .routing import AnyRouting, ChosenRows
 
 
 class MoeMlp(Experts):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_integer
-from .dispatch import AnyRouting
 from .functional import Mode, current_mode, no_autocast
 from .moe_mlp import MoeMlp
 from .router import Router
+from .routing import AnyRouting
 
 
 class SoftRouter(Router):

@@ -8,7 +8,7 @@ from torch import nn
 from ..convert.expert_layers import moe_layers
 from ..convert.wrappers import ModelT
 from ..layers import EwaMlp, MoeMlp
-from ..layers.expert_dispatcher import AllToAllDispatcher, Dispatcher
+from ..layers.all_to_all import AllToAllDispatcher, Dispatcher
 
 
 def parallelize_experts(model: ModelT, mesh: Any) -> ModelT:
