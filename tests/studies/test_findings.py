@@ -239,11 +239,11 @@ SAID = {
         ),
     },
     ("docs/ewa.md", "twenty"): {
-        "In our largest test, of 20 seeds, EWA was 0.37 points worse than its dense twin;": (
+        "in our largest test, of 20 seeds, EWA was 0.37 points worse than its dense twin;": (
             EWA_TWENTY
         ),
-        "Experts that differ more, averaged at every tenth step, showed no clear difference there, "
-        "-0.26 (-0.60 to +0.09).": DIFFERING,
+        "Experts that differ more, averaged at every tenth step, showed no clear difference over "
+        "the 20 seeds, -0.26 (-0.60 to +0.09).": DIFFERING,
         "**Accuracy**: 0.37 points worse over 20 seeds (0.09 to 0.65;": EWA_TWENTY,
         "dense training for a third more epochs gained 1.51 points,": LONGER,
         "the ECE was 0.0038 worse over 20 seeds (0.0019 to 0.0057)": ECE_TWENTY,
