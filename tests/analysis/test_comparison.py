@@ -57,6 +57,16 @@ def test_differences_are_paired_by_seed_whatever_the_order():
     assert "Without a partner, so in no difference: dense-9, ewa-7." in text
 
 
+def test_runs_beside_a_single_pair_are_named():
+    """Their figures are in the means that stand beside the difference."""
+    runs = [measured("dense", 0, 0.5), measured("dense", 1, 0.6)]
+    runs += [measured("ewa", 1, 0.7), measured("ewa", 7, 0.8)]
+    assert "Without a partner, so in no difference: dense-0, ewa-7." in lines(runs)
+    alone = "\n".join(lines([runs[0], runs[3]]))
+    assert "McNemar" in alone
+    assert "partner" not in alone
+
+
 def test_a_single_pair_is_compared_image_by_image():
     right = [True] * 20 + [False] * 9
     other = [False] + [True] * 19 + [True] * 8 + [False]

@@ -31,6 +31,7 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch.nn.functional import gelu, layer_norm
 
 import timm_moe
+from timm_moe.checkpoints.source import load_source
 from timm_moe.checkpoints.swin_moe import import_checkpoint, model_of
 from timm_moe.layers import CosineRouter, MoeMlp
 from timm_moe.models.swin_moe import VARIANTS
@@ -184,6 +185,21 @@ def test_the_command_prints_the_line_that_loads_the_file(tmp_path, capsys):
     assert main(["import-swin-moe", str(prefix), str(file)]) == 1
     assert "exists; pass --overwrite" in capsys.readouterr().err
     assert main(["import-swin-moe", str(prefix), str(file), "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize("experts", [4, None])
+def test_an_import_states_the_images_of_the_reference(tmp_path, caplog, experts):
+    """timm has another crop for Swin without experts."""
+    if experts:
+        prefix = write(tmp_path, *whole_model(experts, cosine=True), experts)
+    else:
+        prefix = tmp_path / "dense"
+        torch.save({"model": whole_model()[0]}, tmp_path / "dense.pth.global")
+    import_checkpoint(prefix, tmp_path / "out.safetensors")
+    cfg = load_source(tmp_path / "out.safetensors").pretrained_cfg
+    assert (cfg["crop_pct"], cfg["interpolation"]) == (0.875, "bicubic")
+    assert cfg["mean"] == (0.485, 0.456, 0.406)
+    assert "is a guess" not in caplog.text
 
 
 def test_a_dense_file_has_no_word_about_experts(tmp_path, capsys):

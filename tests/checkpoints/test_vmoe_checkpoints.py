@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import timm_moe
+from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.checkpoints.source import load_source
 from timm_moe.checkpoints.vmoe import import_checkpoint, model_from_flax, state_dict_from_flax
 from timm_moe.checkpoints.vmoe_format import read_arrays, tile
@@ -542,3 +543,16 @@ def test_weights_that_are_not_finite(copy, value):
 def test_an_imported_file_is_none_of_train_pys(tmp_path):
     import_checkpoint(FOLDER / "vmoe_tiny", tmp_path / "vmoe.safetensors")
     assert load_source(tmp_path / "vmoe.safetensors").origin.train_args == {}
+
+
+def test_an_import_states_what_is_known_of_its_images(tmp_path, caplog):
+    """The reference's crops differ: the whole image after fine-tuning, 224 of 256 pixels before."""
+    import_checkpoint(FOLDER / "vmoe_tiny", tmp_path / "vmoe.safetensors")
+    cfg = load_source(tmp_path / "vmoe.safetensors").pretrained_cfg
+    assert (*cfg["mean"], *cfg["std"], cfg["interpolation"]) == (*[0.5] * 6, "bilinear")
+    (warning,) = [record.message for record in caplog.records if "is a guess" in record.message]
+    assert warning.endswith("is a guess: state --crop-pct.")
+    caplog.clear()
+    spec = ModelSpec(preprocessing={"crop_pct": 0.875})
+    assert load_source(tmp_path / "vmoe.safetensors", spec).pretrained_cfg["crop_pct"] == 0.875
+    assert "is a guess" not in caplog.text

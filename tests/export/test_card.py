@@ -81,6 +81,15 @@ def test_a_folders_own_card_takes_no_statements(checkpoint, tmp_path):
         push_dense(folder, "user/vit", license="mit", dry_run=True)
 
 
+@pytest.mark.parametrize("method", ["average", "sum"])
+def test_the_experts_card_is_not_the_dense_models(checkpoint, tmp_path, method):
+    folder = export_moe(checkpoint, tmp_path / "moe")
+    (folder / "README.md").write_text("Mine.")
+    card = push_dense(folder, "user/vit", license="mit", method=method, dry_run=True).card
+    assert "Mine." not in card
+    assert "license: mit" in card
+
+
 def test_no_path_and_nothing_that_is_not_known_is_in_the_card(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=False)
     content["args"].dataset = "hfds//home/alice/data"

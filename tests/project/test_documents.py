@@ -138,10 +138,7 @@ loader = DataLoader(dataset, 1)
     + "model.eval().requires_grad_(False)\n"
     + "loader = [(torch.randn(2, 3, 64, 64), torch.tensor([3, 4]))]\n",
     "docs/export.md: Publish": IMPORTS,
-    "docs/export.md: torch.export and ONNX": IMPORTS
-    + "images = torch.randn(2, 3, 224, 224)\n"
-    + "routed = timm.create_model('vit_small_moe', num_classes=100)\n"
-    + "torch.save(routed.state_dict(), 'last.pth.tar')\n",
+    "docs/export.md: torch.export and ONNX": IMPORTS + "images = torch.randn(2, 3, 32, 32)\n",
     "docs/ones.md: Gathering": IMPORTS + SMALL_MODEL,
     "docs/ones.md: Distillation in a loop of your own": IMPORTS
     + SMALL_MODEL

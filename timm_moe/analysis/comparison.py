@@ -365,9 +365,9 @@ def _notes(comparison: Comparison) -> Iterator[str]:
 
 def _partnerless(comparison: Comparison, groups: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
     """Yield a line on the runs that are in the means, and not in the differences."""
-    if comparison.only is not None or not comparison.differences:
-        return
     both = (*groups[comparison.first], *groups[comparison.group])
+    if len(both) == 2 or not comparison.differences:  # One run each is a pair whatever the seeds.
+        return
     alone = [each.run.name for each in both if each.seed not in comparison.seeds]
     if alone:
         yield f"Without a partner, so in no difference: {', '.join(alone)}."

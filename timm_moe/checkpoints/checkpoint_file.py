@@ -256,7 +256,7 @@ def _state_images(
     """Write to the model's config how its trainer prepared images, and what the user states."""
     # A name with a tag says by which weights, and so by which preprocessing, training began.
     is_named = name.startswith(SOURCE_PREFIXES) or "." in name
-    is_guess = not is_named and not are_whole(train_args)
+    is_guess = not is_named and not is_of_train_py
     origins = dict.fromkeys(preprocessing(model), DEFAULT if is_guess else f"the config of {name}")
     if is_of_train_py:
         _state_evaluation(model)

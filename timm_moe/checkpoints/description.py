@@ -28,6 +28,8 @@ from ..models.mixin import constructor_arguments
 from ..models.registered import check_registered, is_registered_here
 from ..timm_classes import timm_classes
 
+#: Entries of the preprocessing that an imported checkpoint may state.
+_OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
 #: Entry of config.json that holds the history of weights, with their digest: transformers keeps it
@@ -143,7 +145,7 @@ def args_of_trainer(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def args_of_import(path: Path) -> dict[str, Any]:
-    """Return the model and its options that an imported checkpoint states.
+    """Return the model, its options and its images' preprocessing that an import states.
 
     They have the names of train.py's arguments.
     """
@@ -153,8 +155,15 @@ def args_of_import(path: Path) -> dict[str, Any]:
         stated = file.metadata() or {}
     if "model" not in stated:
         return {}
-    options = json.loads(stated.get("model_kwargs", "{}"), parse_constant=_refuse_constant)
-    return {"model": stated["model"], "model_kwargs": _flattened(options)}
+    options, images = (
+        json.loads(stated.get(entry, "{}"), parse_constant=_refuse_constant)
+        for entry in ("model_kwargs", "images")
+    )
+    return {
+        **{name: images[name] for name in _OF_IMAGES if name in images},
+        "model": stated["model"],
+        "model_kwargs": _flattened(options),
+    }
 
 
 def are_whole(args: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from .layouts import require_tensors
@@ -34,6 +35,13 @@ _ROUTER = {
     "temperature": "log_scale",
 }
 _PARTS = ("fc1_w", "fc1_bias", "fc2_w")
+#: The preprocessing by which the reference evaluates.
+_IMAGES = {
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "crop_pct": 0.875,
+    "interpolation": "bicubic",
+}
 #: Buffers that timm computes, and arrays from which the position biases and the number of experts
 #: are computed.
 _COMPUTED = re.compile(
@@ -71,7 +79,7 @@ def import_checkpoint(
         ) from error
     require_finite(state_dict)
     require_fit(state_dict, name, kwargs, "Swin-MoE")
-    return write_imported(output, overwrite, name, kwargs, state_dict)
+    return write_imported(output, overwrite, name, kwargs, state_dict, _IMAGES)
 
 
 def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:

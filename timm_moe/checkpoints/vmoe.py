@@ -270,7 +270,11 @@ def import_checkpoint(
     params = read_arrays(prefix)
     require_finite(params)
     state_dict = state_dict_from_flax(params)
-    return write_imported(output, overwrite, *model_from_flax(params), state_dict)
+    name, kwargs = model_from_flax(params)
+    # All of the reference's configurations have images in [-1, 1]. Their crops differ.
+    half = [0.5] * kwargs.get("in_chans", 3)
+    images = {"mean": half, "std": half, "interpolation": "bilinear"}
+    return write_imported(output, overwrite, name, kwargs, state_dict, images)
 
 
 def require_output(output: str | Path, overwrite: bool) -> Path:
@@ -295,16 +299,23 @@ def require_finite(arrays: Mapping[str, Tensor]) -> None:
 
 
 def write_imported(
-    output: Path, overwrite: bool, name: str, kwargs: dict[str, Any], state_dict: dict[str, Tensor]
+    output: Path,
+    overwrite: bool,
+    name: str,
+    kwargs: dict[str, Any],
+    state_dict: dict[str, Tensor],
+    images: dict[str, Any],
 ) -> ImportedModel:
-    """Write weights with the model that they are of."""
+    """Write weights with the model that they are of, and what is known of its images."""
+    metadata = {
+        "format": "pt",
+        "model": name,
+        "model_kwargs": json.dumps(kwargs),
+        "images": json.dumps(images),
+    }
     with written_whole(output, overwrite) as partial:
         try:
-            save_file(
-                state_dict,
-                partial,
-                {"format": "pt", "model": name, "model_kwargs": json.dumps(kwargs)},
-            )
+            save_file(state_dict, partial, metadata)
         except SafetensorError as error:  # of a full disk
             raise OSError(f"{output} could not be written: {error}") from error
     return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))

@@ -210,13 +210,6 @@ def _own_copy(folder: Path, settings: PushOptions) -> Iterator[Path]:
         for file in folder.iterdir():
             if file.name in _FILES:
                 shutil.copyfile(require_inside(file, folder), copy / file.name)
-        if (copy / "README.md").exists() and (
-            settings.license or settings.dataset or settings.metrics
-        ):
-            raise ValueError(
-                f"{folder} has a README.md of its own: state licence, data set and metrics there, "
-                "or take the file away."
-            )
         yield copy
 
 
@@ -236,7 +229,16 @@ def _loaded(copy: Path, folder: Path) -> nn.Module:
 
 
 def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfApi | None) -> Push:
-    """Upload the copy of a folder, with the licence and class names that the user states."""
+    """Upload the copy of a folder, with the licence and class names that the user states.
+
+    Raises:
+        ValueError: if what a card states is given beside the folder's own card.
+    """
+    if (copy / "README.md").exists() and (settings.license or settings.dataset or settings.metrics):
+        raise ValueError(
+            f"{copy.name} has a README.md of its own: state licence, data set and metrics there, "
+            "or take the file away."
+        )
     file = copy / "config.json"
     has_labels = settings.label_names is not None or settings.label_descriptions is not None
     text = file.read_text(encoding="utf-8")
