@@ -4,8 +4,8 @@ python examples/point_clouds.py --data mnist --data-dir DIR --output results.jso
 
 One classifier is trained for each variant and seed, and a table is printed. A seed gives all
 variants the same batches and the same weights outside of the experts. Accuracies are of the last
-epoch on the test set, without selection. docs/point_clouds.md has commands and says where the data
-come from.
+epoch on the test set, without selection. docs/point_clouds.md has the paper's command, and
+points/data.py says where the data come from.
 """
 
 import argparse
@@ -343,7 +343,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", choices=READERS, required=True)
     parser.add_argument(
-        "--data-dir", type=Path, required=True, help="folder of its files (docs/point_clouds.md)"
+        "--data-dir", type=Path, required=True, help="folder of its files (points/data.py)"
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

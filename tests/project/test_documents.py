@@ -184,7 +184,7 @@ AFTER = {
     "CONTRIBUTING.md: Add a router": (
         "assert model.eval()(torch.randn(2, 3, 224, 224)).isfinite().all()"
     ),
-    "CONTRIBUTING.md: Add a schedule": "assert model.blocks[1].mlp.share_schedule == 'cosine'",
+    "CONTRIBUTING.md: Add a schedule": "assert model.blocks[1].mlp.share_schedule == 'square'",
     "CONTRIBUTING.md: Add a rule of averaging": (
         "model(torch.randn(1, 3, 224, 224)).sum().backward()\n"
         "stacked = next(iter(timm_moe.moe_layers(model).values())).fc1.weight\n"
