@@ -21,7 +21,7 @@ commands, replies = sys.stdin, os.fdopen(os.dup(1), "w")
 sys.stdout.flush()
 os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND), 1)
 os.dup2(os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND), 2)
-import timm_moe.export.push
+import timm_moe.export.hub
 from huggingface_hub import constants
 from timm_moe_cli import main
 gc.freeze()
@@ -33,7 +33,7 @@ for line in commands:
     if command["token"]:
         os.environ["HF_TOKEN"] = command["token"]
     constants.ENDPOINT = command["url"] or url
-    timm_moe.export.push.PATIENCE = command["patience"]
+    timm_moe.export.hub.PATIENCE = command["patience"]
     pauses = []
     time.sleep = pauses.append
     status = main(command["arguments"])

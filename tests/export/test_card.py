@@ -608,8 +608,8 @@ def test_a_strangers_way_to_code_is_not_published(strange, monkeypatch):
         )
         return None, None
 
-    monkeypatch.setattr("timm_moe.export.push._log_in", lambda settings: object())
-    monkeypatch.setattr("timm_moe.export.push._commit", commit)
+    monkeypatch.setattr("timm_moe.export.push.log_in", lambda settings: object())
+    monkeypatch.setattr("timm_moe.export.push.commit", commit)
     push_folder(folder, "user/vit")
     assert b"evil" not in b"".join(uploaded.values())
     assert json.loads(uploaded["config.json"])["architecture"] == "vit_tiny_ewa_moe"
@@ -640,8 +640,8 @@ def test_the_ratio_of_an_svd_is_the_one_that_is_asked_for(
         uploaded.update(load_bytes(files["model.safetensors"].read_bytes()))
         return None, None
 
-    monkeypatch.setattr("timm_moe.export.push._log_in", lambda settings: object())
-    monkeypatch.setattr("timm_moe.export.push._commit", commit)
+    monkeypatch.setattr("timm_moe.export.push.log_in", lambda settings: object())
+    monkeypatch.setattr("timm_moe.export.push.commit", commit)
     method = ["--method", "svd", "--svd-ratio", "0.25"]
     assert main(["push", str(file), "user/vit", *method]) == 0
     assert "is not the one that was trained: validate it" in caplog.text

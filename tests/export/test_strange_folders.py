@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 import timm_moe
-from timm_moe.export import push as hub_module
+from timm_moe.export import push as push_module
 from timm_moe.export.export import export_moe
 from timm_moe.export.push import push_dense, push_folder, push_moe
 
@@ -100,10 +100,10 @@ def test_what_leads_out_of_a_folder_is_refused_before_it_is_read(
 ):
     LINKS[kind](stranger, home)
     monkeypatch.setattr(
-        hub_module, "load_folder", lambda *arguments, **options: pytest.fail("it is read")
+        push_module, "load_folder", lambda *arguments, **options: pytest.fail("it is read")
     )
     monkeypatch.setattr(
-        hub_module, "write_dense", lambda *arguments, **options: pytest.fail("it is read")
+        push_module, "write_dense", lambda *arguments, **options: pytest.fail("it is read")
     )
     with pytest.raises(ValueError, match=r"leads out of .*stranger") as caught:
         PUSHES[push](f"local-dir:{stranger}", "user/vit", dry_run=True)
@@ -183,10 +183,10 @@ def test_what_was_checked_is_what_is_uploaded(stranger, home, monkeypatch, push)
         )
         return None, None
 
-    load = hub_module.load_folder
-    monkeypatch.setattr(hub_module, "load_folder", load_and_replace)
-    monkeypatch.setattr(hub_module, "_log_in", lambda settings: object())
-    monkeypatch.setattr(hub_module, "_commit", commit)
+    load = push_module.load_folder
+    monkeypatch.setattr(push_module, "load_folder", load_and_replace)
+    monkeypatch.setattr(push_module, "log_in", lambda settings: object())
+    monkeypatch.setattr(push_module, "commit", commit)
     pushed = PUSHES[push](stranger, "user/vit")
     assert uploaded == before
     assert pushed.card == "Mine."

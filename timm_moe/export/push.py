@@ -3,33 +3,26 @@
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from huggingface_hub.utils import get_session
+from huggingface_hub import HfApi
 from torch import nn
 
 from ..checkpoints.description import ENTRY
 from ..checkpoints.model_folder import folder_of, load_folder, require_config
 from ..checkpoints.model_spec import ModelSpec
-from ..console import describe
 from ..convert.expert_layers import moe_layers
 from ..files import local_path, require_inside
-from ..version import __version__
 from .card import card, foreign_facts, timm_facts
 from .export import (
     Written,
     checked_format,
-    files_of_others,
     opened,
     require_finite_weights,
     write_dense,
@@ -37,13 +30,12 @@ from .export import (
 )
 from .formats import FILES, Format, drop_second_num_classes, load_checked, stated_labels
 from .history import History, public, recorded_history
+from .hub import asking_the_hub, commit, log_in
 from .options import PushOptions
 from .verify import inputs_for, source_outputs
 
 _logger = logging.getLogger(__name__)
 
-#: Seconds for which the Hub may be silent in any request; the client tries most of them six times.
-PATIENCE = 30
 #: Files of a repository; other files of a pushed folder are not uploaded.
 _FILES = (*FILES, "README.md")
 
@@ -109,7 +101,7 @@ def push_dense(
         OSError: if something cannot be read or written.
     """
     settings = PushOptions.of(push_dense, repo_id=repo_id, private=private, **options)
-    api = _log_in(settings)
+    api = log_in(settings)
     folder = folder_of(source)
     if folder is None or method != "average":
         if folder is not None:
@@ -139,7 +131,7 @@ def push_moe(
         **options: as for :func:`push_dense`, whose errors are raised too.
     """
     settings = PushOptions.of(push_moe, repo_id=repo_id, private=private, **options)
-    api = _log_in(settings)
+    api = log_in(settings)
     folder = folder_of(source)
     if folder is not None:
         with _own_copy(folder, settings) as copy:
@@ -172,7 +164,7 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
             class names can be stated.
     """
     settings = PushOptions.of(push_folder, repo_id=repo_id, private=private, **options)
-    api = _log_in(settings)
+    api = log_in(settings)
     folder = local_path(folder)
     with _own_copy(folder, settings) as copy:
         return _publish_copy(copy, _loaded(copy, folder), settings, api)
@@ -279,9 +271,6 @@ def _publish_written(
     return _publish(made, text, facts.library, settings, api)
 
 
-# --- the Hub
-
-
 def _publish(
     folder: Path, card: str, library: str, settings: PushOptions, api: HfApi | None
 ) -> Push:
@@ -297,185 +286,9 @@ def _publish(
     url, revision = None, settings.revision
     if api is not None:
         _logger.info("Uploading %.1f MB to %s ...", sum(sizes.values()) / 1e6, settings.repo_id)
-        with _asking_the_hub(settings):
-            url, revision = _commit(api, files, library, settings)
+        with asking_the_hub(settings):
+            url, revision = commit(api, files, library, settings)
     repo_url = f"{HfApi().endpoint}/{settings.repo_id}"
     # The Hub names the revision of a pull request.
     model_name = replace(settings, revision=revision).model_name
     return Push(repo_url, model_name, sizes, text, url)
-
-
-def _log_in(settings: PushOptions) -> HfApi | None:
-    """Return a client of the Hub, after the Hub has accepted the token; None for a dry run."""
-    if settings.dry_run:
-        return None
-    with _asking_the_hub():
-        token = get_token()
-        if token is None:
-            raise PermissionError(
-                "You are not logged in to the Hub: run hf auth login, or set HF_TOKEN."
-            )
-        if not re.fullmatch(r"[!-~]+", token):  # errors of the connection would print it
-            raise PermissionError(
-                "Your token for the Hub holds characters that no token has: run hf auth login "
-                "again."
-            )
-        api = HfApi(token=True, library_name="timm_moe", library_version=__version__)
-        if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
-            raise PermissionError(
-                "Your token for the Hub may only read: make one with the role write."
-            )
-    return api
-
-
-def _commit(
-    api: HfApi, files: dict[str, Path | bytes], library: str, settings: PushOptions
-) -> tuple[str | None, str | None]:
-    """Make one commit.
-
-    Args:
-        api: client of the Hub.
-        files: by their names in the repository.
-        library: library that loads the model.
-        settings: of the push.
-
-    Returns:
-        The commit's URL, or None where the files are there already; and the revision to load.
-    """
-    repo_id, revision = settings.repo_id, settings.revision
-    card = files["README.md"]
-    assert isinstance(card, bytes)
-    _require_valid(card.decode())
-    try:
-        is_private = api.model_info(repo_id, timeout=PATIENCE).private
-    except RepositoryNotFoundError:
-        # None leaves the choice to the organisation's default.
-        api.create_repo(repo_id, private=settings.private or None)
-    else:
-        if settings.private and not is_private:
-            raise PermissionError(
-                f"{repo_id} is there already and public: push without --private, or to a new name."
-            )
-    if revision is not None and not settings.create_pr and not revision.startswith("refs/"):
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    last = api.model_info(repo_id, revision=revision, timeout=PATIENCE)
-    there = {file.rfilename for file in last.siblings or ()}
-    stale = sorted(there.intersection(files_of_others(library)) - files.keys())
-    if stale:
-        _logger.info(
-            "Deleting %s, by which transformers would change the new model ...", " and ".join(stale)
-        )
-    # create_commit makes exactly one commit; upload_folder may make several.
-    commit = api.create_commit(
-        repo_id,
-        [
-            *(CommitOperationAdd(name, file) for name, file in files.items()),
-            *map(CommitOperationDelete, stale),
-        ],
-        commit_message="Add model",
-        revision=revision,
-        create_pr=settings.create_pr,
-    )
-    if commit.oid == last.sha:
-        return None, revision
-    if commit.pr_url:
-        return commit.pr_url, commit.pr_revision
-    return commit.commit_url, revision
-
-
-def _require_valid(text: str) -> None:
-    """Ask the Hub about a card, before a repository is made for it.
-
-    Raises:
-        ValueError: if it rejects the card.
-    """
-    try:
-        card = ModelCard(text, ignore_metadata_errors=True)
-    except Exception as error:  # of the parser of YAML
-        raise ValueError(f"README.md: {describe(error)}") from error
-    try:
-        card.validate()
-    except ValueError as error:
-        answer = str(error)
-        with suppress(LookupError, TypeError, ValueError):
-            answer = "; ".join(each["message"] for each in json.loads(answer)["errors"])
-        raise ValueError(f"README.md: {answer}") from error
-
-
-@contextmanager
-def _asking_the_hub(settings: PushOptions | None = None) -> Iterator[None]:
-    """Limit how long the Hub may keep its client waiting, and explain its errors.
-
-    Without a limit the client waits for ever. Each error becomes one sentence.
-    """
-    client: Any = get_session()
-    before, client.timeout = getattr(client, "timeout", None), PATIENCE
-    begin = time.monotonic()
-    try:
-        yield
-    except Exception as error:
-        # The upload of a file wraps its error in a RuntimeError.
-        cause = error.__cause__ if isinstance(error, RuntimeError) else None
-        cause = cause if isinstance(cause, Exception) else error
-        explained = _explained(cause, settings, time.monotonic() - begin)
-        if explained is None:
-            raise
-        raise explained from error
-    finally:
-        client.timeout = before
-
-
-def _explained(error: Exception, settings: PushOptions | None, waited: float) -> Exception | None:
-    """Return the error to raise in place of one of the Hub's client; None to leave it as it is.
-
-    Args:
-        error: that the client raised.
-        settings: of the push; None before there is a repository.
-        waited: seconds since the client was asked.
-    """
-    if isinstance(error, HfHubHTTPError):
-        return _explained_answer(error, "this" if settings is None else settings.repo_id)
-
-    hub = f"The Hub at {HfApi().endpoint}"
-    # The client's own library is httpx or its successor, by its version.
-    is_of_http = "HTTPError" in (kind.__name__ for kind in type(error).__mro__)
-    if is_of_http and "Timeout" in type(error).__name__:
-        return ConnectionError(
-            f"{hub} does not answer: it was given {PATIENCE} seconds for each request, and "
-            f"{waited:.0f} in all. A push is made whole or not at all, so try again later."
-        )
-    # The others come from other libraries, such as hf_xet.
-    if is_of_http or isinstance(error, (ConnectionError, json.JSONDecodeError)):
-        return ConnectionError(
-            f"{hub} cannot be reached or broke off ({type(error).__name__}); a push is made "
-            "whole or not at all, so try again once the network is there."
-        )
-    # The client raises these on an answer of another form than it expects.
-    if isinstance(error, (AttributeError, LookupError, TypeError)):
-        return ConnectionError(
-            f"{hub} gave an answer that its client cannot read ({describe(error)})."
-        )
-    if isinstance(error, ValueError):
-        return ValueError(f"The Hub did not take it: {describe(error)}")
-    return None
-
-
-def _explained_answer(error: HfHubHTTPError, where: str) -> Exception:
-    """Return the error to raise for an answer of the Hub about a repository."""
-    status = error.response.status_code
-    says = " ".join((error.server_message or "no reason given").split())[:300].rstrip(".")
-    if status == 401:
-        return PermissionError(
-            "The Hub does not know your token: run hf auth login again, or correct HF_TOKEN."
-        )
-    if status in (402, 403):
-        return PermissionError(f"The Hub does not let you write to {where}: {says}.")
-    if status == 409:
-        return FileExistsError(
-            f"The name {where} is taken, perhaps by another kind of repository: {says}."
-        )
-    if status == 429 or status >= 500:
-        return ConnectionError(
-            f"The Hub failed ({status}: {says}); a push is made whole or not at all: try again."
-        )
-    return ValueError(f"The Hub refused {where} ({status}): {says}.")
