@@ -3,7 +3,8 @@
 Usage: python examples/compare_schedules.py [SEEDS]
 
 All runs of a seed get the same batches. The table has the test error of the exported model in
-percent, mean and standard deviation over the seeds.
+percent, mean and standard deviation over the seeds. In a clone, pip install ".[demo]" brings what
+it needs.
 """
 
 import sys

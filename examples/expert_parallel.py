@@ -3,6 +3,8 @@
 Called again, it goes on where it ended:
 
 torchrun --nproc-per-node 2 examples/expert_parallel.py [EPOCHS]
+
+In a clone, pip install ".[demo]" brings what it needs.
 """
 
 import os

@@ -1,6 +1,8 @@
 """Train experts sharded by FSDP2, on scikit-learn's digits:
 
 torchrun --nproc-per-node 2 examples/fsdp_loop.py [EPOCHS]
+
+In a clone, pip install ".[demo]" brings what it needs.
 """
 
 import os

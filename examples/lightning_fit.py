@@ -1,6 +1,8 @@
 """Train experts with Lightning, on scikit-learn's digits.
 
 Usage: python examples/lightning_fit.py [EPOCHS]
+
+In a clone, pip install ".[demo,lightning]" brings what it needs.
 """
 
 import sys

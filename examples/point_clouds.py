@@ -99,7 +99,7 @@ class Batches:
 
     Args:
         clouds: all with the same number of points.
-        size: a key of SIZES.
+        size: a value of SIZES.
         device: the model's.
     """
 

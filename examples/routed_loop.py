@@ -1,6 +1,8 @@
 """Train routed experts in a loop of your own, on scikit-learn's digits.
 
 Usage: python examples/routed_loop.py [EPOCHS]
+
+In a clone, pip install ".[demo]" brings what it needs.
 """
 
 import sys

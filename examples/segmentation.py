@@ -7,10 +7,11 @@ a linear layer on the patch tokens of the last block, routing by token, layer de
 Finished runs in DIR are not repeated, and the table of all runs is printed at the end.
 `--table DIR/results.json` prints it without training.
 
-The paper's model, with DINOv2's weights and ADE20K's crops of 518 x 518 pixels, is
+The paper's model of the table's row L2-shared, with DINOv2's weights and ADE20K's crops of 518 x
+518 pixels, is
 
-    Segmenter("vimoe_s14_shared", 150, pretrained=True, img_size=518, routing_unit="token",
-    aux_loss_weight=0.001)
+    Segmenter("vimoe_s14_shared", 150, pretrained=True, img_size=518, num_experts=4,
+    routing_unit="token", aux_loss_weight=0.001)
 
 The example needs the extra evaluate.
 """

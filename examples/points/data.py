@@ -196,7 +196,7 @@ def read_modelnet40(
     Args:
         folder: as above.
         split: "train" or "test".
-        limit: how many shapes, from the first; by default all.
+        limit: how many shapes, drawn at random, the same each time; by default all.
         num_points: the first N points of each; by default all of them (10,000).
 
     Raises:
@@ -204,7 +204,10 @@ def read_modelnet40(
             points.
     """
     classes = _read_lines(folder / "modelnet40_shape_names.txt")
-    names = _first(_read_lines(folder / f"modelnet40_{split}.txt"), limit, f"shapes of {split}")
+    names = _read_lines(folder / f"modelnet40_{split}.txt")
+    if limit is not None:  # The published file has them by class.
+        np.random.default_rng(0).shuffle(names)
+    names = _first(names, limit, f"shapes of {split}")
     clouds, labels = [], []
     for index, name in enumerate(names):
         shape_class = name.rpartition("_")[0]

@@ -12,7 +12,7 @@ from processes import run_script
 
 @pytest.mark.ci  # tests/training has quick loops
 def test_custom_loop(tmp_path):
-    for split, label in [(split, label) for split in ("train", "test") for label in range(2)]:
+    for split, label in [(split, label) for split in ("train", "validation") for label in range(2)]:
         (tmp_path / split / str(label)).mkdir(parents=True)
         for index in range(8):
             pixels = np.full((32, 32, 3), 255 * label, dtype=np.uint8)

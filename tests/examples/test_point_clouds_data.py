@@ -100,6 +100,14 @@ def test_modelnet40(tmp_path):
     assert read_modelnet40(tmp_path, "test", 3, 10).points.shape == (3, 10, 3)
 
 
+def test_a_part_of_modelnet40_has_several_classes(tmp_path):
+    """The published lists have the shapes by class."""
+    file = write_modelnet40(tmp_path, 8) / "modelnet40_train.txt"
+    file.write_text("\n".join(sorted(file.read_text().split())))
+    for _ in range(2):
+        assert read_modelnet40(tmp_path, "train", 6).labels.tolist() == [0, 1, 0, 1, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("file", "text", "sentence"),
     [
