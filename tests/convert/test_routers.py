@@ -193,7 +193,7 @@ def test_names_and_options_of_the_package_are_not_taken(registered, dense_vit):
     timm_moe.register_router(timm_moe.RouterSpec("modulo", Modulo, {"step": 2}))
     model = timm_moe.convert_to_moe(dense_vit, router="modulo", moe_layers="1")
     assert model.blocks[1].mlp.router.step == 2
-    for name in ("num_experts", "model", "dim"):
+    for name in ("modules", "num_experts", "model", "dim"):
         with pytest.raises(ValueError, match=f"{name} .*every router, .*'other'"):
             timm_moe.register_router(timm_moe.RouterSpec("other", Modulo, {name: 1}))
 

@@ -541,18 +541,25 @@ def test_a_step_that_fabric_skips_is_not_averaged(monkeypatch):
 class Averaged(Classifier):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        self.averaging = ExpertWeightAveraging(
-            self, optimizer, schedule="constant", total_updates=12
-        )
+        self.averaging = self.average(optimizer)
         return optimizer
 
+    def average(self, optimizer):
+        return ExpertWeightAveraging(self, optimizer, schedule="constant", total_updates=12)
 
-def test_an_optimizer_keeps_its_own_averaging():
-    fit, module = trainer(), Averaged(*EWA)
+
+class Started(Averaged):
+    def average(self, optimizer):
+        return start_averaging(self, optimizer, total_updates=24)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(Averaged, 0.3), (Started, 0.15)])
+def test_an_optimizer_keeps_its_own_averaging(kind, rate):
+    fit, module = trainer(), kind(*EWA)
     fit.fit(module, loader())
     assert ExpertWeightAveraging.of(fit.optimizers[0]) is module.averaging
     assert module.averaging.updates == 12
-    assert fit.callback_metrics["ewa/share_rate"] == pytest.approx(0.3)
+    assert fit.callback_metrics["ewa/share_rate"] == pytest.approx(rate)
 
 
 class Backbone(Classifier):

@@ -418,6 +418,13 @@ def test_expert_dropout_is_of_the_experts_only():
     assert torch.equal(layer(x)[0, 0], layer(x)[0, 1])
 
 
+@pytest.mark.parametrize("rate", [1.5, -0.1, "0.1"])
+def test_an_impossible_expert_dropout_leaves_the_model_as_it_was(dense_vit, rate):
+    with pytest.raises(ValueError, match=r"expert_dropout must be .* 0 and at most 1, got"):
+        timm_moe.convert_to_moe(dense_vit, expert_dropout=rate)
+    assert not timm_moe.moe_layers(dense_vit)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,6 +4,7 @@ They are compared with the golden files and V-MoE, and run in all ways that timm
 """
 
 import copy
+import math
 import pickle
 from types import SimpleNamespace
 
@@ -260,6 +261,8 @@ def test_images_are_repeated_from_the_first_expert_block_on(images):
     assert batches == [6, 12, 12, 12]
     batches.clear()
     heads = ensemble(ensemble="multi_head", ensemble_size=2, top_k=2).eval()
+    last = list(timm_moe.moe_layers(heads).values())[-1].router
+    assert (last.experts_of_row(), last.routing_degree()) == (1, math.comb(last.num_experts, 2))
     for block in heads.blocks:
         block.register_forward_hook(lambda module, inputs, output: batches.append(output.shape[0]))
     heads(images)

@@ -183,7 +183,9 @@ def activation_bytes(model: nn.Module, batch: int) -> int:
     The model has its weights in memory; it is put into training mode and run once on random images
     in its weights' precision. A GPU may keep others: it pads experts to equally many rows.
     """
-    return saved_bytes(model.train(), torch.randn(batch, *model_input_size(model)))
+    weight = next(model.parameters())
+    images = torch.randn(batch, *model_input_size(model)).to(weight)
+    return saved_bytes(model.train(), images)
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:

@@ -59,9 +59,9 @@ def convert_to_moe(
             :func:`timm_moe.register_router`; a :class:`timm_moe.RouterSpec`; or a callable
             ``(dim, num_experts)`` -> :class:`timm_moe.layers.Router`.
         expert_init: ``"same"`` copies the weights of the dense network into every expert (sparse
-            upcycling), ``"independent"`` draws new ones at the scale of the initial weights (for
-            training from scratch), ``"drop"`` copies them and draws half of the hidden units of
-            each expert again (Drop-Upcycling).
+            upcycling). ``"independent"``, for training from scratch, keeps them in the first expert
+            and draws the others at their mean and standard deviation. ``"drop"`` copies them and
+            draws half of the hidden units of each expert again (Drop-Upcycling).
         share_rate: how far the experts are averaged after each optimizer step, in [0, (E - 1) / E].
             By default 0.3 for random partitions; routed experts are averaged only if this or
             ``share_schedule`` is given (Early EWA).

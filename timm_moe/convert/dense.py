@@ -30,14 +30,15 @@ def to_dense(
             the mean compute what the model computes in eval mode; otherwise a warning says that
             the new model does not. A shared expert counts as one of the experts. Experts of a part
             of the hidden units (``expert_width``) are first joined to whole networks.
-        svd_ratio: of ``"svd"``, the share of the singular values that each expert keeps; 0.75 by
-            default.
+        svd_ratio: of ``"svd"``, the share of the sum of the singular values that each expert keeps;
+            0.75 by default.
 
     Raises:
         ValueError: if the model has no expert layers or holds them in pieces (FSDP), some of its
-            weights are elsewhere (offloaded by accelerate), the method is unknown or does not fit
-            the networks, ``num_experts`` leaves parts over, or ``svd_ratio`` is not above 0 and at
-            most 1.
+            weights are elsewhere (offloaded by accelerate) or computed (pruned, with adapters that
+            are not merged), it has a layer that no stock model has (``pre_logits``), the method is
+            unknown or does not fit the networks, ``num_experts`` leaves parts over, or
+            ``svd_ratio`` is not above 0 and at most 1.
     """
     model = unwrapped(model)
     require_weights(model, allow_meta=True)

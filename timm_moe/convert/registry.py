@@ -105,7 +105,7 @@ def register_router(spec: RouterSpec) -> RouterSpec:
     known = _registered.get(spec.name)
     if known is not None and known.built_in:
         raise ValueError(f"{spec.name!r} is a router of timm_moe: give yours another name.")
-    for name in spec.defaults().keys() & {*_COMMON, "model", "dim"}:
+    for name in spec.defaults().keys() & {*_COMMON, "model", "modules", "dim"}:
         raise ValueError(
             f"{name} is an option of every router, so {spec.name!r} cannot have one of that name."
         )

@@ -107,7 +107,7 @@ def export_dense(
             weights or outputs are not finite, the stock model does not give the source's outputs,
             or an option has no meaning for such a model.
         TypeError: if there is no option of a name.
-        OSError: if the folder is in use or cannot be written.
+        OSError: if the source is missing, or the folder is in use or cannot be written.
     """
     settings = ModelOptions.of(export_dense, **options)
     target = check_target(output_dir, overwrite, source)
@@ -133,7 +133,7 @@ def export_moe(
 
     Hugging Face transformers loads it there, too. The written files are
     loaded again before the folder appears under its name: the tensors must equal the model's bit
-    for bit, and the outputs on random images must be the same.
+    for bit, and the outputs on random images must be the same, to 1e-4 of the largest.
 
     Args:
         source: an expert model of a registered name, or a file or folder of one, as for

@@ -125,7 +125,7 @@ def push_moe(
 
     Args:
         source: a model of a registered name, a train.py checkpoint, a safetensors file, or a
-            folder, which is uploaded unchanged.
+            folder, which is published as by :func:`push_folder`.
         repo_id: as for :func:`push_dense`.
         private: as for :func:`push_dense`.
         **options: as for :func:`push_dense`, whose errors are raised too.
@@ -148,13 +148,15 @@ def push_moe(
 
 
 def push_folder(folder: str | Path, repo_id: str, private: bool = False, **options: Any) -> Push:
-    """Publish the folder of a model unchanged, dense or with experts.
+    """Publish the folder of a model, dense or with experts.
 
-    If it has a README.md, that is the model card.
+    Its config.json, model.safetensors and README.md are uploaded, and no other file. The README.md
+    is the model card; without one a card is written.
 
     Only config.json may change. It gets the licence and class names that are given here. A
     ``num_classes`` in its ``model_args`` is moved out of them, since transformers rejects the
-    duplicate. An ``auto_map`` is removed, by which transformers would find code elsewhere.
+    duplicate. An ``auto_map`` is removed, by which transformers would find code elsewhere, and so
+    is the history of other weights.
 
     Args:
         folder: with config.json and model.safetensors, as a path or ``local-dir:`` name.

@@ -93,11 +93,8 @@ class ExpertCallback(Callback):
         is_trial = self not in trainer.callbacks
         for optimizer in trainer.optimizers:
             earlier = ExpertWeightAveraging.of(optimizer)
-            # A trial leaves the run's averaging alone, and everybody leaves the user's alone.
-            is_replaceable = isinstance(earlier, Started) and (
-                earlier in self._trials or not is_trial
-            )
-            if earlier is None or is_replaceable:
+            # An averaging of the user, or of the run within which a trial happens, stays.
+            if earlier is None or earlier in self._trials:
                 self._start_averaging(trainer, pl_module, optimizer, is_trial)
         on_train_start()
 

@@ -6,23 +6,34 @@ from typing import Any
 
 
 def check_number(
-    name: str, value: Any, low: float, above: bool = False, or_none: bool = False
+    name: str,
+    value: Any,
+    low: float,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    or_none: bool = False,
 ) -> None:
-    """Raise ValueError unless an option's value is a finite number.
+    """Raise ValueError unless an option's value is a finite number in a range.
 
     Args:
         name: name of the option.
         value: its value.
         low: lowest possible value.
+        high: highest possible value.
         above: the value must be above ``low``.
         or_none: None is possible.
     """
     if or_none and value is None:
         return
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < low or (above and value == low):
-        bound = f"{'above' if above else 'of at least'} {low}{' or None' if or_none else ''}"
-        raise ValueError(f"{name} must be a number {bound}, got {value!r}.")
+    is_possible = is_number and math.isfinite(value) and low <= value <= high
+    if not is_possible or (above and value == low):
+        bound = f"{'above' if above else 'of at least'} {low}"
+        bound += f" and at most {high}" if high < math.inf else ""
+        raise ValueError(
+            f"{name} must be a number {bound}{' or None' if or_none else ''}, got {value!r}."
+        )
 
 
 def check_integer(

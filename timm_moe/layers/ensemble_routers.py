@@ -78,7 +78,7 @@ class EnsembleRouter(TiledRouter):
         num_experts: E.
         top_k: K, at most E/M.
         ensemble_size: M, which divides E.
-        options: as :class:`TiledRouter`.
+        options: as :class:`TiledRouter`, but no ``bias_rate``.
 
     Raises:
         ValueError: if M does not divide E, or K exceeds E/M, and as :class:`TopKRouter`.
@@ -179,6 +179,14 @@ class MultiHeadRouter(TopKRouter):
     def copies(self) -> int:
         """Return K."""
         return self.top_k
+
+    def experts_of_row(self) -> int:
+        """Return 1, since each copy takes one of the choices."""
+        return 1
+
+    def routing_degree(self) -> int:
+        """Return the number of sets of experts that the copies of a row can go to together."""
+        return math.comb(self.num_experts, self.top_k)
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rows of x of shape (B K, ..., D), with the copies of an image in a row."""

@@ -86,8 +86,8 @@ class ExpertChoiceRouter(Router):
         """Route the rows of x of shape (B, ..., D).
 
         Raises:
-            ValueError: in training, if ``group_images`` does not divide B, or if an expert would
-                take no row.
+            ValueError: if an expert would take no row, and in training if ``group_images`` does not
+                divide B.
         """
         images = images_of_group(x.shape[0], self.group_images, self.training)
         groups = x.shape[0] // images

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .all_to_all import Dispatcher
-from .checks import check_choice
+from .checks import check_choice, check_number
 from .fine_grained import HiddenUnits
 from .functional import Mode, autocast_dtype, call_with, current_mode, is_intercepted
 from .grouped import Runs, runs_of, sizes_of_runs
@@ -166,6 +166,7 @@ class Experts(StackedParameters):
             raise ValueError(
                 f"A {self.network_name} has no dropout, so expert_dropout cannot be set."
             )
+        check_number("expert_dropout", rate, 0, 1)
         for _, dropout in dropouts(self._ffn):
             dropout.p = float(rate)
 

@@ -153,7 +153,8 @@ class MoeMlp(Experts):
             routing: a routing to take in the place of the router's.
 
         Raises:
-            ValueError: if the router is wrapped, or chooses more experts than it says.
+            ValueError: if the router is wrapped, chooses more experts than it says, or needs whole
+                images and there is padding.
             RuntimeError: if checkpointing repeats the layer alone, and its padding is not known.
         """
         if isinstance(x, Proxy):

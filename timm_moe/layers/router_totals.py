@@ -55,7 +55,7 @@ class RouterRecord(NamedTuple):
     Attributes:
         losses: mean over the groups of each loss by name, without its weight, detached.
         weighted_loss: weighted sum of the losses, for the training loss; None if there are no
-            weights, and in the totals.
+            weights, of a frozen router, and in the totals.
         load_GE: (G, E) number of choices of each expert in each group, dropped choices included.
         capacity: number of choices of a group that an expert takes; None if nothing is dropped.
     """

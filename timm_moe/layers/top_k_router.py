@@ -186,8 +186,8 @@ class TopKRouter(RecordingRouter):
         """Route the rows of x of shape (B, ..., D).
 
         Raises:
-            ValueError: in training, if ``group_images`` does not divide B, or if the capacity would
-                be below 1.
+            ValueError: if the capacity would be below 1, and in training if ``group_images`` does
+                not divide B.
             RuntimeError: as :meth:`is_recording`.
         """
         batch, rows, mode = x.shape[0], math.prod(x.shape[1:-1]), current_mode()

@@ -42,8 +42,8 @@ class MoeMixin:
     """Base of the model classes with expert layers.
 
     The constructor builds the stock model and converts it. It takes the arguments of the stock
-    class and the options of :func:`timm_moe.convert_to_moe`. Subclasses are written ``class
-    MoeX(MoeMixin, X)`` and name ``X`` as their ``stock_class``.
+    class and the options of :func:`timm_moe.convert_to_moe` but ``modules``. Subclasses are written
+    ``class MoeX(MoeMixin, X)`` and name ``X`` as their ``stock_class``.
 
     Attributes:
         dense_architecture: registered name of the stock model that the exported weights belong to.

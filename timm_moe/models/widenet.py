@@ -163,8 +163,8 @@ class WideNet(MoeMixin, SharedVisionTransformer):
             but ``moe_layers``.
 
     Raises:
-        ValueError: if ``routing_groups`` does not divide the number of blocks, or goes with random
-            partitions, which differ in every block.
+        ValueError: if ``routing_groups`` does not divide the number of blocks, or goes with another
+            router than ``"top_k"``; if ``moe_layers`` is given.
     """
 
     stock_class = SharedVisionTransformer

@@ -132,10 +132,10 @@ class ExpertWeightAveraging:
     Raises:
         TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
         ValueError: if an argument is out of range; if a share rate is given beside a function; if
-            the optimizer's steps cannot be followed, or it leaves out experts that are not frozen,
-            or has its averaging already; if experts cannot be averaged in place, see
-            :func:`average_experts_`. If they change so later, the next step raises before it moves
-            a weight.
+            the optimizer's steps cannot be followed, or it trains none of the experts, which are
+            not all frozen, or has its averaging already; if experts cannot be averaged in place,
+            see :func:`average_experts_`. If they change so later, the next step raises before it
+            moves a weight.
 
     Attributes:
         started: whether a step has been taken since this averaging was made.

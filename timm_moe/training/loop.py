@@ -50,9 +50,9 @@ def start_averaging(
 
     Raises:
         TypeError: as :class:`ExpertWeightAveraging`.
-        ValueError: if the run has no known end, if the optimizer holds none of the model's
-            parameters, or averages the experts of another model, and as
-            :class:`ExpertWeightAveraging`.
+        ValueError: if the optimizer averages the experts of another model; of a model with unfrozen
+            experts that have a share rate, if the run has no known end, or the optimizer holds none
+            of its parameters; and as :class:`ExpertWeightAveraging`.
     """
     layers = list(moe_layers(model).values())
     begin_run(layers)
