@@ -112,7 +112,7 @@ def test_card_of_a_checkpoint(checkpoint):
     assert (metadata["library_name"], metadata["license"]) == ("timm", "mit")
     assert "base_model" not in metadata
     (result,) = metadata["model-index"][0]["results"]
-    assert result["dataset"] == {"name": "cifar100", "type": "imagefolder"}
+    assert result["dataset"] == {"name": "cifar100", "type": "imagefolder", "split": "validation"}
     assert "datasets" not in metadata  # torchvision's, not the Hub's
     assert {metric["type"]: metric["value"] for metric in result["metrics"]}["accuracy"] == 51.25
     dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
@@ -302,13 +302,74 @@ def test_results_are_those_of_a_split_and_its_labels(checkpoint, tmp_path):
     }
     measured = "Measured by train.py after that epoch on "
     assert f"{measured}uoft-cs/cifar100, split `train[90%:]`, labels `coarse_label`." in text
-    content["args"].dataset, content["args"].target_key = "", None
+    content["args"].val_split, content["args"].target_key = None, None
+    assert f"{measured}uoft-cs/cifar100, split `validation`." in card()[1]
+    content["args"].dataset = ""
     for split, told in (
         ("test", "images of the training run, split `test`."),
         ("validation", "validation images of the training run."),
     ):
         content["args"].val_split = split
         assert f"{measured}{told}" in card()[1]
+
+
+def test_what_the_publisher_states_is_not_train_pys(checkpoint, tmp_path):
+    """Neither an option of it, nor images that it trained on in the place of those it measured."""
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].dataset, content["args"].val_split = "", "test"
+    torch.save(content, tmp_path / "last.pth.tar")
+    shutil.copy(checkpoint.parent / "summary.csv", tmp_path)
+
+    def card(**stated):
+        text = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True, **stated).card
+        (result,) = front_matter(text)["model-index"][0]["results"]
+        return text, result["dataset"]
+
+    text, dataset = card(dataset="user/flowers")
+    assert "| dataset |" not in text
+    assert "The publisher states that its images were those of `user/flowers`." in text
+    assert dataset == {"name": "user/flowers", "type": "user/flowers", "split": "test"}
+    content["args"].dataset = "hfds/uoft-cs/cifar100"
+    torch.save(content, tmp_path / "last.pth.tar")
+    assert card(metrics={"top1": 40.0})[1] == {"name": "not stated", "type": "imagefolder"}
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_moe", "vit_tiny_ewa_moe"])
+def test_results_of_a_dense_training_are_not_those_of_experts(checkpoint, tmp_path, name):
+    """An upcycled model has routers that nobody trained, and a mean of copies no history of any."""
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].model, content["args"].model_kwargs = "vit_tiny_patch16_224", OPTIONS
+    dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    content["state_dict"] = dense.state_dict()
+    torch.save(content, tmp_path / "last.pth.tar")
+    shutil.copy(checkpoint.parent / "summary.csv", tmp_path)
+    measured = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+    assert "| top-1 accuracy (%) | 51.25 |" in measured
+    for push in (push_moe, push_dense):
+        card = push(tmp_path / "last.pth.tar", "user/vit", spec=ModelSpec(name), dry_run=True).card
+        assert "51.25" not in card
+        assert "It was trained as" not in card
+
+
+def test_figures_of_experts_are_named_so_beside_another_network(checkpoints, tmp_path):
+    entries = {}
+    for method in ("average", "sum"):
+        for name, checkpoint in checkpoints.items():
+            folder = timm_moe.export_dense(checkpoint, tmp_path / f"{name}-{method}", method).path
+            entries[name, method] = json.loads((folder / "config.json").read_text())["timm_moe"]
+    measured = {case for case, entry in entries.items() if "metrics" in entry}
+    assert measured == {("vit_tiny_ewa_moe", "average")}
+    assert all(
+        entry["metrics_of_experts"] for case, entry in entries.items() if case not in measured
+    )
+
+
+def test_results_of_the_best_epoch_say_what_chose_it(checkpoint, tmp_path):
+    for name in ("last.pth.tar", "model_best.pth.tar"):
+        shutil.copy(checkpoint, tmp_path / name)
+        shutil.copy(checkpoint.parent / "summary.csv", tmp_path)
+        card = push_dense(tmp_path / name, "user/vit", dry_run=True).card
+        assert (", by which this epoch was chosen." in card) is (name == "model_best.pth.tar")
 
 
 def test_weights_of_a_repository_are_the_base_and_not_timms_own(checkpoint, tmp_path):

@@ -314,4 +314,7 @@ def table(results: Sequence[Result]) -> str:
         error = "" if result.standard_error is None else f" ± {result.standard_error:.2%}"
         kind = f"{result.folder:<{width}}  {result.shots:>4} shots  {result.members:<8}"
         lines.append(f"  {kind}  {result.accuracy:.2%}{error}  (penalty {result.penalty:g})")
+    if any(result.standard_error is not None for result in results):
+        lines.append("  ± is the standard error over the draws of the images.")
+    lines.append("  The penalty is the best one for these images.")
     return "\n".join(lines)

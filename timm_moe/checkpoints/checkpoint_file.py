@@ -30,6 +30,7 @@ from .description import (
     args_of_import,
     args_of_trainer,
     check_arguments,
+    measures_ema,
     model_arguments,
 )
 from .image_settings import DEFAULT, keep_args_of_images, prepare
@@ -45,17 +46,16 @@ def load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     """Load a file, as :func:`timm_moe.checkpoints.source.load_source` does."""
     checkpoint = read_checkpoint(path)
     weights = weights_in(checkpoint, path, use_ema)
-    if not use_ema and holds_ema(checkpoint):
-        _logger.info(
-            "%s holds EMA weights too, of which train.py's accuracies are: --use-ema "
-            "(use_ema=True) takes them.",
-            path,
-        )
     with _refusing_damaged_arguments(path):
         train_args = args_of_trainer(checkpoint)
         is_of_train_py = are_whole(train_args)
         if not train_args and spec.name is None:
             train_args = args_of_import(path)
+    if not use_ema and holds_ema(checkpoint):
+        measured = ", of which train.py's accuracies are" if measures_ema(train_args) else ""
+        _logger.info(
+            f"{path} holds EMA weights too{measured}: --use-ema (use_ema=True) takes them."
+        )
     name = _name_of(spec, train_args, path)
     candidates = _candidates(name, train_args, spec, path)
     first, *others = _fitting(name, candidates, weights, path)

@@ -174,6 +174,11 @@ def are_whole(args: Mapping[str, Any]) -> bool:
     return "model_kwargs" in args
 
 
+def measures_ema(args: Mapping[str, Any]) -> bool:
+    """Tell by train.py's options whether it measured EMA weights, as it does where it has any."""
+    return bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
+
+
 def _flattened(value: Any, levels: int = 2) -> Any:
     """Copy a value, or a dict or list to a depth of ``levels``; write anything else as a string."""
     if levels and isinstance(value, dict):

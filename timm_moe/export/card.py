@@ -45,8 +45,10 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
     sizes = {"this model": parameters(model)}
     if moe_layers(model):
         sizes["that a token passes through"] = activated_parameters(model)
+    task = "image-classification" if model.num_classes else "image-feature-extraction"
     needed = "Plain timm loads it:"
-    routers = _modules_of_own_routers(model)
+    # Modules whose import registers what the model needs.
+    modules = routers = _modules_of_own_routers(model)
     if routers:
         needed = (
             "Loading it needs the package timm_moe beside timm, and the module "
@@ -58,15 +60,21 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
             "itself."
         )
     elif module := registrar(architecture):
+        modules = [module]
         needed = f"Loading it needs the module `{module}`, whose import registers it with timm:"
     return Facts(
         library="timm",
         architecture=architecture,
         kind=f"A `{architecture}` for images of {size} pixels and {model.num_classes} classes.",
-        use=_filled("use_timm.md", needed=needed, name=options.model_name),
+        use=_filled(
+            "use_timm.md",
+            needed=needed,
+            imports="\n".join(f"import {module}" for module in ("timm", *modules)),
+            name=options.model_name,
+        ),
         sizes=sizes,
-        tags=["image-classification", "timm"],
-        task="image-classification" if model.num_classes else "image-feature-extraction",
+        tags=[task, "timm"],
+        task=task,
         license=cfg.get("license"),
         experts=ExpertsRecord.of(model),
         has_own_router=bool(routers),
@@ -134,19 +142,16 @@ def card(facts: Facts, history: History, options: PushOptions) -> str:
     experts = facts.experts or history.experts
     # The method by which one network was made of the experts.
     method = None if facts.experts else history.method
-    is_what_was_measured = (
-        experts is None or method is None or (experts.mean and method == "average")
-    )
+    is_what_was_measured = bool(facts.experts) or history.is_what_was_measured
     metrics = options.metrics or (history.metrics if is_what_was_measured else {})
-    dataset = options.dataset or history.dataset
     measured = _measured_images(history, options)
     text = _filled(
         "card.md",
         metadata=_metadata(facts, history, options, metrics, measured).to_yaml(),
         title=_title(options),
         model=_model(facts, experts, method, is_what_was_measured),
-        use=facts.use,
-        training=_training(history, dataset),
+        use=facts.use + _image_mode(history.image_mode),
+        training=_training(history, options.dataset),
         results=_results(history, metrics, measured, stated=bool(options.metrics)),
         license=_license(facts, history, stated=bool(options.license)),
         citation=_citation(facts, experts, method),
@@ -158,19 +163,27 @@ class _Images(NamedTuple):
     """Images on which a model was measured."""
 
     name: str | None  # of their data set; None if nobody stated it
-    split: str | None = None  # as train.py was told, unless that is its default
+    split: str | None = None  # of the data set, as train.py was told
     labels: str | None = None  # name of the data set's column, if train.py was told one
 
 
 def _measured_images(history: History, options: PushOptions) -> _Images:
     if options.metrics:
         return _Images(options.dataset)
-    dataset = options.dataset or history.dataset
-    if dataset != history.dataset:
-        return _Images(dataset)
+    if options.dataset and history.dataset and options.dataset != history.dataset:
+        return _Images(options.dataset)
     split, labels = (history.options.get(name) for name in ("val_split", "target_key"))
-    of_run = f"{'' if split else 'validation '}images of the training run"
-    return _Images(dataset or of_run, split, labels)
+    dataset = options.dataset or history.dataset
+    if dataset:
+        return _Images(dataset, split or "validation", labels)
+    return _Images(f"{'' if split else 'validation '}images of the training run", split, labels)
+
+
+def _image_mode(mode: str | None) -> str:
+    """Say how images become those of the training, which config.json cannot state."""
+    if mode in (None, "RGB", "L"):
+        return ""
+    return f"\n\nIts images have the mode `{public(mode)}` of Pillow (`image.convert`)."
 
 
 def _title(options: PushOptions) -> str:
@@ -193,7 +206,7 @@ def _metadata(
         results.append(
             EvalResult(
                 task_type="image-classification",
-                dataset_type=on_hub or "imagefolder",
+                dataset_type=on_hub if on_hub and images.name == on_hub else "imagefolder",
                 dataset_name=images.name or "not stated",
                 dataset_split=images.split,
                 dataset_args={"labels": images.labels} if images.labels else None,
@@ -242,7 +255,7 @@ def _of_experts(experts: ExpertsRecord, method: str | None) -> str:
     return f"It was trained as `{name}` with {held}, {made}."
 
 
-def _training(history: History, dataset: str | None) -> str:
+def _training(history: History, stated_dataset: str | None) -> str:
     if history.file is None:
         return ""
     text = f"From `{public(history.file)}`{' (its EMA weights)' if history.ema else ''}"
@@ -256,8 +269,10 @@ def _training(history: History, dataset: str | None) -> str:
     start = history.base or history.start
     if start:
         text += f"; it began from the weights of `{public(start)}`"
-    options = {**history.options, **({"dataset": dataset} if dataset else {})}
-    shown = {public(name): f"`{public(value)}`" for name, value in options.items()}
+    if stated_dataset:
+        name = stated_dataset if HUB_NAME.fullmatch(stated_dataset) else public(stated_dataset)
+        text += f". The publisher states that its images were those of `{name}`"
+    shown = {public(name): f"`{public(value)}`" for name, value in history.options.items()}
     return f"{text}.\n\n{_table(('option', 'value'), shown)}"
 
 
@@ -269,11 +284,13 @@ def _results(history: History, metrics: dict[str, float], images: _Images, state
         )
         return absent if history.metrics else ""
     where = "Stated by the publisher" if stated else "Measured by train.py after that epoch"
+    is_best = not stated and (history.file or "").startswith("model_best.")
     on = f" on {images.name}" if images.name else ""
     for word, value in (("split", images.split), ("labels", images.labels)):
         on += f", {word} `{public(value)}`" if value else ""
     rows = {METRICS.get(name, (name,))[0]: f"{value:.6g}" for name, value in metrics.items()}
-    return f"{where}{on}.\n\n{_table(('metric', 'value'), rows)}"
+    chosen = ", by which this epoch was chosen" if is_best else ""
+    return f"{where}{on}{chosen}.\n\n{_table(('metric', 'value'), rows)}"
 
 
 def _license(facts: Facts, history: History, stated: bool) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from torch import nn
 
-from ..checkpoints.description import ENTRY, SOURCE_PREFIXES
+from ..checkpoints.description import ENTRY, SOURCE_PREFIXES, measures_ema
 from ..checkpoints.image_settings import own_numbering, stated_image_mode, stated_task
 from ..checkpoints.model_spec import Origin
 from ..checkpoints.summary_csv import DamagedTable, read_summary
@@ -89,6 +89,9 @@ METRICS = {
     "macro_f1": ("macro F1 (%)", "f1"),
     "sample_f1": ("sample F1 (%)", "f1"),
 }
+#: Entry of config.json in the place of "metrics" where they are those of the experts, and the
+#: weights are another function.
+_OF_EXPERTS = "metrics_of_experts"
 #: ``user/name``, or a name without an owner.
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -143,10 +146,20 @@ class History:
     experts: ExpertsRecord | None = None  # that the dense model was made of
     method: str | None = None  # by which it was made
 
+    @property
+    def is_what_was_measured(self) -> bool:
+        """Whether the weights compute the function that the metrics are of."""
+        return self.method is None or (
+            self.experts is not None and self.experts.mean and self.method == "average"
+        )
+
     def to_config(self) -> dict[str, Any]:
         """Return the known values, for :func:`recorded_history`."""
         unknown = asdict(History())
-        return {name: value for name, value in asdict(self).items() if value != unknown[name]}
+        known = {name: value for name, value in asdict(self).items() if value != unknown[name]}
+        if "metrics" in known and not self.is_what_was_measured:
+            known[_OF_EXPERTS] = known.pop("metrics")
+        return known
 
 
 def history_of(model: nn.Module, method: str | None = None) -> History:
@@ -193,6 +206,8 @@ def recorded_history(origin: Origin) -> History | None:
         record = dict(origin.recorded)
         if record.pop("weights", None) != digest(origin.folder):
             return None
+        if _OF_EXPERTS in record:
+            record["metrics"] = record.pop(_OF_EXPERTS)
         if record.get("experts") is not None:
             record["experts"] = _checked(ExpertsRecord, dict(record["experts"]))
         return _checked_history(_checked(History, record))
@@ -290,11 +305,6 @@ def _history_of_run(origin: Origin, cfg: Mapping[str, Any]) -> History:
         dataset=dataset,
         dataset_on_hub=dataset is not None and reader in _HUB_READERS,
     )
-
-
-def measures_ema(args: dict[str, Any]) -> bool:
-    """Tell by train.py's options whether it measured EMA weights, as it does where it has any."""
-    return bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")
 
 
 def _options(args: dict[str, Any], dataset: str | None) -> dict[str, str]:

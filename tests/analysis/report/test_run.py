@@ -43,7 +43,7 @@ def test_the_run_tells_whether_experts_came_together(tmp_path):
         "there."
     )
     assert parts["How accurate was it in each epoch?"].text.startswith(
-        "Top-1 ended at 58.00 %; the best was 58.00 %"
+        "Top-1 on the run's validation images ended at 58.00 %; the best was 58.00 %"
     )
     (tmp_path / FILE).write_text("[")
     with pytest.raises(ValueError, match="is damaged"):
@@ -123,7 +123,10 @@ def test_a_run_that_follows_another_in_its_folder_is_the_one_that_is_told(tmp_pa
     lines = [f"{epoch},{accuracy}" for epoch, accuracy in rows]
     (tmp_path / "summary.csv").write_text("\n".join(["epoch,eval_top1", *lines]))
     told = parts_of(tmp_path)["How accurate was it in each epoch?"].text
-    assert told == "Top-1 ended at 4.00 %; the best was 4.00 % in epoch 4."
+    assert (
+        told
+        == "Top-1 on the run's validation images ended at 4.00 %; the best was 4.00 % in epoch 4."
+    )
 
 
 def test_experts_that_another_run_left_in_the_folder_are_not_the_models(tmp_path):
@@ -170,9 +173,13 @@ def test_curves_of_ema_weights_are_named(tmp_path, is_of_ema):
         named |= {row["accuracy"] for row in accuracies.chart["data"]["values"]}
         return named, accuracies.text
 
-    plain = "Top-1 ended at 60.00 %; the best was 60.00 % in epoch 1."
-    without = ({"training", "evaluation", "top-1"}, plain)
-    assert told() == told(model_ema=True, model_ema_force_cpu=True) == without
+    plain = (
+        "Top-1 on the run's validation images ended at 60.00 %; the best was 60.00 % in epoch 1."
+    )
+    named, text = told(model_ema=True, model_ema_force_cpu=True)  # measures the other weights
+    assert named == {"training", "evaluation", "top-1"}
+    assert text.startswith(plain)
+    assert ("The other sections are of the EMA weights." in text) is is_of_ema
     named, text = told(model_ema=True)
     assert named == {"training", "evaluation, EMA weights", "top-1, EMA weights"}
     assert text.startswith(plain)
@@ -207,7 +214,7 @@ def test_whether_experts_are_together_is_judged_by_where_they_end(spreads, verdi
 def test_without_averaging_there_is_no_verdict(tmp_path):
     for rate, told in (
         (None, "Nothing averaged the experts. "),
-        (0.0, "experts (the share rate was 0). "),
+        (0.0, "experts (the share rate was 0 at the end of each epoch). "),
     ):
         write_epochs(tmp_path, [1.5, 1.4], rate)
         parts = parts_of(tmp_path)

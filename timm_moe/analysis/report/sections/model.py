@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
-from ....convert.expert_layers import moe_layers
+from ....convert.expert_layers import moe_layers, numbers_of_experts
 from ....convert.find import ffn_paths
-from ....export.history import History
+from ....export.history import ExpertsRecord, History
 from ....layers import (
     EnsembleRouter,
     ExpertChoiceRouter,
@@ -43,7 +42,7 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
     if history.options:
         table = [["option", "value"], *([name, value] for name, value in history.options.items())]
         parts.append(
-            Part("How it was trained", "train.py's options, those that are set.", table=table)
+            Part("How it was trained", "train.py's main options, those that are set.", table=table)
         )
     origin = {
         "file": history.file,
@@ -53,15 +52,25 @@ def model_section(model: nn.Module, info: ModelInfo, history: History) -> Sectio
         "weights": "the EMA weights of the checkpoint" if history.ema else None,
         "data": history.dataset,
         "gathered by": history.method,
-        **(
-            {f"experts' {name}": value for name, value in asdict(history.experts).items()}
-            if history.experts
-            else {}
-        ),
+        **_experts_of(history.experts),
     }
     if any(value is not None for value in origin.values()):
         parts.append(Part("Where it came from", table=_table(origin)))
     return Section("model", "The model", parts)
+
+
+def _experts_of(experts: ExpertsRecord | None) -> dict[str, Any]:
+    """Return what is known of the experts that a dense model was made of."""
+    if experts is None:
+        return {}
+    return {
+        "made of the expert model": experts.model,
+        "its expert layers": experts.layers,
+        "its experts in each layer": f"{experts.experts}{' and a shared one' * experts.shared}",
+        "its parameters": f"{experts.parameters:,}",
+        "its experts were averaged": "yes" if experts.averaged else "no",
+        "its outputs are those of the mean": "yes" if experts.mean else "no",
+    }
 
 
 def _table(rows: dict[str, Any]) -> list[list[str]]:
@@ -80,7 +89,8 @@ def _sentences(model: nn.Module, info: ModelInfo, boxes: Sequence[dict[str, Any]
     if not layers:
         return f"This model has no expert layers.{members}"
     places = sum(box["experts"] > 0 for box in boxes)
-    text = f"{places} of {len(boxes)} feed-forward networks hold {info.num_experts} experts each."
+    experts = numbers_of_experts(layers.values())
+    text = f"{places} of {len(boxes)} feed-forward networks hold {experts} experts each."
     if places > len(layers):
         shared = "one expert layer" if len(layers) == 1 else f"{len(layers)} expert layers"
         text += f" They share {shared}: these are the same."

@@ -25,8 +25,8 @@ SLOTS = (
 )
 CHOICES = (
     "How many experts does a patch go to?",
-    "Each expert takes equally many tokens of an image. The brightest patch of an image has the "
-    "most experts.",
+    "Each expert takes equally many tokens of an image, or of a group of images. The brightest "
+    "patch of an image has the most experts.",
 )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from ....checkpoints.description import measures_ema
 from ....checkpoints.model_spec import Origin
 from ....checkpoints.summary_csv import read_summary
 from ....convert.expert_layers import moe_layers
-from ....export.history import measures_ema
 from ....training.epoch_log import read_epochs
 from .. import charts
 from ..page import Part, Section
@@ -89,8 +89,8 @@ def run_section(
         (entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()
     ]
     trend, best = _trend(losses), _best(accuracies)
-    if origin is not None and measures_ema(origin.train_args):
-        best += _name_ema(losses, accuracies, origin.ema)
+    if origin is not None:
+        best += _name_ema(losses, accuracies, origin)
     parts = [
         _part("Does the loss still fall?", losses, trend, "images", _loss_title(origin)),
         _part(
@@ -121,24 +121,33 @@ def _loss_title(origin: Origin | None) -> str | list[str]:
     return "cross-entropy"
 
 
-def _name_ema(losses: Points, accuracies: Points, is_of_ema: bool) -> str:
-    """Name the EMA weights at the curves that are theirs, and return a sentence on them.
+def _name_ema(losses: Points, accuracies: Points, origin: Origin) -> str:
+    """Name the EMA weights at the curves that are theirs.
 
     Args:
         losses: of training and evaluation.
         accuracies: of evaluation.
-        is_of_ema: whether the report is about the EMA weights.
+        origin: of the weights that the report is about.
+
+    Returns:
+        A sentence, if these are others than train.py measured.
     """
+    is_of_ema = measures_ema(origin.train_args)
     for point in losses:
-        if point["images"] == "evaluation":
+        if is_of_ema and point["images"] == "evaluation":
             point["images"] = "evaluation, EMA weights"
     for point in accuracies:
-        point["accuracy"] += ", EMA weights"
-    if is_of_ema or not accuracies:
+        point["accuracy"] += ", EMA weights" if is_of_ema else ""
+    if origin.ema == is_of_ema or not accuracies:
         return ""
+    if origin.ema:
+        return (
+            " That is the accuracy of the weights without EMA. The other sections are of the EMA "
+            "weights."
+        )
     return (
-        " That is the accuracy of the EMA weights. The other figures on this page are of the "
-        "weights without EMA; --use-ema takes the EMA weights."
+        " That is the accuracy of the EMA weights. The other sections are of the weights without "
+        "EMA; --use-ema takes the EMA weights."
     )
 
 
@@ -238,7 +247,8 @@ def _best(accuracies: Points) -> str:
         return ""
     last, best = own[-1]["value"], max(own, key=lambda point: point["value"])
     return (
-        f"Top-1 ended at {last:.2f} %; the best was {best['value']:.2f} % in epoch {best['epoch']}."
+        f"Top-1 on the run's validation images ended at {last:.2f} %; the best was "
+        f"{best['value']:.2f} % in epoch {best['epoch']}."
     )
 
 
@@ -296,7 +306,8 @@ def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | Non
     else:
         title = "How far apart are the experts in training?"
         verdict = verdict.replace("They did not: their", "Their")
-        off = "" if epochs[-1]["share_rate"] is None else " (the share rate was 0)"
+        is_known = epochs[-1]["share_rate"] is not None
+        off = " (the share rate was 0 at the end of each epoch)" if is_known else ""
         averaging = f"Nothing averaged the experts{off}."
     later = "" if first == last else f" and {end:.3g} after epoch {last}"
     text = (
