@@ -124,7 +124,9 @@ def _push(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--private", action="store_true", help="make the repository a private one")
     parser.add_argument(
-        "--revision", metavar="NAME", help="branch, made if it is not there (default: main)"
+        "--revision",
+        metavar="NAME",
+        help="branch, made if it is not there, but for --create-pr (default: main)",
     )
     parser.add_argument(
         "--create-pr", action="store_true", help="open a pull request instead of committing"

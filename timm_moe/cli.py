@@ -310,7 +310,7 @@ def _fewshot(args: argparse.Namespace) -> None:
     _check_file(args, "json", args.sources)
     folders = []
     for folder in args.data_dir:
-        training = image_folder(folder, args.train_split, args.class_map)
+        training = image_folder(folder, args.train_split, args.class_map, "--train-split")
         test = image_folder(folder, args.split, args.class_map)
         if Path(training.reader.root).resolve() == Path(test.reader.root).resolve():
             raise ValueError(
@@ -457,7 +457,9 @@ def _images(args: argparse.Namespace) -> tuple[ImageDataset, ImageDataset | None
     if args.ood_split is not None and not args.ood_data_dir:
         raise ValueError("--ood-split is a split of --ood-data-dir: name that too.")
     ood_split = args.split if args.ood_split is None else args.ood_split
-    ood_images = image_folder(args.ood_data_dir, ood_split) if args.ood_data_dir else None
+    ood_images = None
+    if args.ood_data_dir:
+        ood_images = image_folder(args.ood_data_dir, ood_split, option="--ood-split")
     return image_folder(args.data_dir, args.split, args.class_map), ood_images
 
 

@@ -674,10 +674,15 @@ def test_a_class_without_images_keeps_the_numbers_of_the_others(tmp_path, model,
         evaluate([checkpoint], image_folder(folder), inference=HERE)
 
 
-def test_a_training_by_bce_is_told_of(folder, model, tmp_path, caplog):
-    checkpoint = save(model, tmp_path / "a.pth.tar", bce_loss=True)
-    evaluate([checkpoint], image_folder(folder), inference=HERE)
-    assert "--bce-loss, by which each class has a probability of its own" in caplog.text
+@pytest.mark.parametrize("stated", [{"bce_loss": True}, {"loss": "bce"}])
+def test_a_training_by_bce_is_told_of(folder, model, tmp_path, caplog, stated):
+    """Its exported folder is told of too."""
+    checkpoint = save(model, tmp_path / "a.pth.tar", **stated)
+    exported = timm_moe.export_dense(checkpoint, tmp_path / "exported").path
+    for source in (checkpoint, exported):
+        caplog.clear()
+        evaluate([source], image_folder(folder), inference=HERE)
+        assert "binary cross-entropy, so that each class has a probability" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])

@@ -339,6 +339,10 @@ def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
         (["c.pth.tar", "--data-dir", "{splits}"], "c.pth.tar is neither a file nor a folder"),
         (["--data-dir", "{splits}", "--ood-data-dir", "nowhere"], "'nowhere'"),
         (
+            ["--data-dir", "{splits}", "--ood-data-dir", "{splits}/val"],
+            "name one with --ood-split, or --ood-split . if they are the classes.",
+        ),
+        (
             ["--data-dir", "{splits}", "--json", "a.pth.tar/a.json"],
             "a.pth.tar is a file, so a.pth.tar/a.json",
         ),

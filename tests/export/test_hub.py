@@ -14,6 +14,7 @@ import timm
 import torch
 from common import SMALL_VIT
 from hub_client import READ_TOKEN, TOKEN, client_environment, front_matter, output_of
+from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     disable_progress_bars,
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 import timm_moe
 from timm_moe.cli import client_output
 from timm_moe.export.export import export_moe
+from timm_moe.export.hub import asking_the_hub
 from timm_moe.export.push import push_dense
 
 LOAD = """
@@ -389,6 +391,12 @@ def test_server_errors_that_stay(hub, server, checkpoint):
         )
         assert server.messages("user/vit") == ["initial commit"]
     hub.push(checkpoint, "user/vit")
+
+
+def test_a_client_that_was_told_to_stay_offline():
+    """To try again, as after other errors of connections, would not help."""
+    with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set"), asking_the_hub():
+        raise OfflineModeIsEnabled("Cannot reach the Hub.")
 
 
 def test_a_connection_that_breaks_in_the_upload(hub, server, checkpoint):

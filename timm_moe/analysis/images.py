@@ -45,6 +45,7 @@ def image_folder(
     data_dir: str | Path,
     split: str = "validation",
     class_map: str = "",
+    option: str = "--split",
 ) -> ImageDataset:
     """Open the images of a split, a folder for each class, as timm's train.py and validate.py do.
 
@@ -57,13 +58,14 @@ def image_folder(
             ``data_dir`` itself.
         class_map: file that numbers the classes, as for timm's ``--class-map``; by default they are
             sorted by the names of the folders, 2 before 10.
+        option: the command's option that names the split, for messages.
 
     Raises:
         FileNotFoundError: if there is no such folder or split, or no image of a class.
         ValueError: if the class map cannot be read, or it and the folders name different classes;
             or if without one timm numbers two classes by chance.
     """
-    dataset = _dataset(str(data_dir), split, class_map)
+    dataset = _dataset(str(data_dir), split, class_map, option)
     images = FolderImages(dataset.reader.root, reader=dataset.reader)
     images.numbers_stated = bool(class_map)
     if class_map:
@@ -74,7 +76,7 @@ def image_folder(
     return images
 
 
-def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
+def _dataset(data_dir: str, split: str, class_map: str, option: str) -> ImageDataset:
     if not os.path.isdir(data_dir):
         raise FileNotFoundError(f"No such folder of images: {data_dir!r}.")
     if "[" in split and not os.path.isdir(os.path.join(data_dir, split)):
@@ -96,7 +98,7 @@ def _dataset(data_dir: str, split: str, class_map: str) -> ImageDataset:
         folders = sorted(path.name for path in Path(data_dir).iterdir() if path.is_dir())
         raise FileNotFoundError(
             f"{data_dir} has no split {split!r}; its folders begin with {', '.join(folders[:5])}: "
-            "name one with --split, or --split . if they are the classes."
+            f"name one with {option}, or {option} . if they are the classes."
         )
     return dataset
 

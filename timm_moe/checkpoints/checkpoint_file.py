@@ -242,7 +242,7 @@ def _tell_of_guesses(
             "--model-kwargs states others."
         )
     if is_dense and not routed:
-        _logger.info("%s holds a dense model, so that all experts are copies.", path)
+        _logger.info("%s holds a dense model, of whose networks all experts are made.", path)
 
 
 def _state_images(

@@ -81,7 +81,7 @@ def keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path
             "config.json cannot state: with an exported model, pass --input-img-mode to timm's "
             "scripts again."
         )
-    if train_args.get("bce_loss"):
+    if _is_bce(train_args):
         kept["loss"] = "bce"
     if train_args.get("input_key") and "dataset" not in kept:
         _logger.warning(
@@ -124,6 +124,18 @@ def stated_task(model: nn.Module) -> str | None:
     """Return the task of a model's training, if train.py was told one, as ``"multilabel"``."""
     args: dict[str, str] = getattr(model, "args_of_images", {})
     return _recorded(model, "task") or args.get("task")
+
+
+def took_bce(model: nn.Module) -> bool:
+    """Tell if train.py was told to train a model by binary cross-entropy."""
+    origin = getattr(model, "origin", None)
+    recorded = origin.recorded if isinstance(origin, Origin) else None
+    options = recorded.get("options") if isinstance(recorded, dict) else None
+    return _is_bce(options if isinstance(options, dict) else getattr(model, "args_of_images", {}))
+
+
+def _is_bce(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("bce_loss")) or args.get("loss") == "bce"
 
 
 def _recorded(model: nn.Module, entry: str) -> str | None:

@@ -37,8 +37,8 @@ def load_source(
         source: a model; a train.py checkpoint or a safetensors file; a folder with config.json and
             weights, as path or ``local-dir:`` name; or an ``hf-hub:`` name.
         spec: the user's statements about it.
-        use_ema: take the EMA weights of a train.py checkpoint; ignored, with a warning, for other
-            sources.
+        use_ema: take the EMA weights of a train.py checkpoint; ignored, with a warning, for models
+            and folders.
 
     Returns:
         Of a model, the model itself, or its :func:`own_copy` if a preprocessing is stated. Of
@@ -51,10 +51,9 @@ def load_source(
             if the model cannot take images as stated.
     """
     spec = spec or ModelSpec()
-    if use_ema and (isinstance(source, nn.Module) or not local_path(source).is_file()):
-        is_model = isinstance(source, nn.Module)
-        _warn_of_one_kind(f"This {type(source).__name__}" if is_model else str(source))
     if isinstance(source, nn.Module):
+        if use_ema:
+            _warn_of_one_kind(f"This {type(source).__name__}")
         if spec.preprocessing:
             return own_copy(source, spec)
         if is_of_timm(unwrapped(source)):
@@ -64,6 +63,8 @@ def load_source(
     path = folder_of(source)
     name = str(source) if path is None else f"local-dir:{path}"
     if name.startswith(SOURCE_PREFIXES):
+        if use_ema:
+            _warn_of_one_kind(str(source))
         return load_folder(name, spec)
     file = local_path(name)
     if not file.exists():

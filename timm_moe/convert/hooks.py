@@ -97,7 +97,7 @@ def check_loaded_layers(
     has_routers = any(layer.router.state_dict() for layer in moe_layers(model).values())
     if dense and not is_sketch and has_routers:
         _logger.warning(
-            "The weights are a dense model's: the experts are copies of its networks, and the "
+            "The weights are a dense model's: the experts are made of its networks, and the "
             "routers are untrained."
         )
 

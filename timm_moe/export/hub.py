@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import get_session
 
 from ..console import describe
@@ -169,6 +173,8 @@ def _explained(error: Exception, settings: PushOptions | None, waited: float) ->
     if isinstance(error, HfHubHTTPError):
         return _explained_answer(error, "this" if settings is None else settings.repo_id)
 
+    if isinstance(error, OfflineModeIsEnabled):
+        return ConnectionError("HF_HUB_OFFLINE is set, so nothing is uploaded: unset it.")
     hub = f"The Hub at {HfApi().endpoint}"
     # The client's own library is httpx or its successor, by its version.
     is_of_http = "HTTPError" in (kind.__name__ for kind in type(error).__mro__)

@@ -88,8 +88,8 @@ class MoeMlp(Experts):
         if f"{prefix}router.weight" in state_dict and not self.router.state_dict():
             raise RuntimeError(  # as torch's load_state_dict
                 f"The checkpoint's experts in {prefix.rstrip('.')} are routed, the model's are "
-                "not: create the model with the router of the training and its options (train.py "
-                "writes them as model_kwargs to args.yaml)."
+                "not: create the model by the name and the options of its training (model and "
+                "model_kwargs in train.py's args.yaml)."
             )
         if self._dense_in(state_dict, prefix):
             self._complete_dense(state_dict, prefix)

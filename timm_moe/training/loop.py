@@ -80,7 +80,8 @@ def start_averaging(
     if not math.isfinite(total_updates) or total_updates < 1:
         raise ValueError(
             "The schedule of expert weight averaging needs the number of optimizer steps of the "
-            f"run, got {total_updates}: give the run a number of steps or epochs."
+            f"run, got {total_updates}: give the run a number of steps, or epochs of a loader that "
+            "has a length."
         )
     _end_earlier(optimizer, layers, updates)
     averaging = Started(model, optimizer, total_updates=int(total_updates))

@@ -160,7 +160,7 @@ def end_forwards(optimizer: Optimizer, trained: list[MoeMlp], others: list[MoeMl
             "used evenly: add timm_moe.auxiliary_loss(model) to the loss after each forward, train "
             "with a timm.task.TrainingTask, give Hugging Face's Trainer or Lightning the "
             "ExpertCallback of timm_moe.integrations.transformers or .lightning, or create the "
-            "model with aux_loss_weight=0."
+            "model with aux_loss_weight=0, and without z_loss_weight."
         )
     if lost and is_first_time(optimizer, "lost losses"):
         _logger.warning(
