@@ -611,15 +611,20 @@ def test_info_of_a_checkpoint_and_of_a_folder(ewa_vit, folder, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("use_ema", [False, True])
-def test_a_checkpoint_that_holds_ema_weights_too_says_so(ewa_vit, tmp_path, caplog, use_ema):
-    """The best accuracies in train.py's log are theirs."""
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_checkpoint_that_holds_ema_weights_too_says_so(
+    ewa_vit, tmp_path, caplog, use_ema, on_cpu
+):
+    """The best accuracies in train.py's log are theirs, but for --model-ema-force-cpu."""
     file = save_as_train_py(tmp_path / "last.pth.tar", ewa_vit)
     checkpoint = torch.load(file, weights_only=False)
+    vars(checkpoint["args"]).update(model_ema=True, model_ema_force_cpu=on_cpu)
     torch.save({**checkpoint, "state_dict_ema": checkpoint["state_dict"]}, file)
     caplog.set_level(logging.INFO, "timm_moe")
     load_source(file, use_ema=use_ema)
-    said = "holds EMA weights too, of which train.py's accuracies are: --use-ema" in caplog.text
-    assert said == (not use_ema)
+    assert ("holds EMA weights too" in caplog.text) == (not use_ema)
+    said = "too, of which train.py's accuracies are: --use-ema" in caplog.text
+    assert said == (not use_ema and not on_cpu)
 
 
 def test_of_two_files_of_weights_the_one_of_the_hub_is_taken(ewa_vit, folder):
