@@ -547,11 +547,14 @@ def test_an_imported_file_is_none_of_train_pys(tmp_path):
 
 def test_an_import_states_what_is_known_of_its_images(tmp_path, caplog):
     """The reference's crops differ: the whole image after fine-tuning, 224 of 256 pixels before."""
-    import_checkpoint(FOLDER / "vmoe_tiny", tmp_path / "vmoe.safetensors")
-    cfg = load_source(tmp_path / "vmoe.safetensors").pretrained_cfg
-    assert (*cfg["mean"], *cfg["std"], cfg["interpolation"]) == (*[0.5] * 6, "bilinear")
-    (warning,) = [record.message for record in caplog.records if "is a guess" in record.message]
-    assert warning.endswith("is a guess: state --crop-pct.")
+    imported = import_checkpoint(FOLDER / "vmoe_tiny", tmp_path / "vmoe.safetensors")
+    by_name = ModelSpec(imported.name, kwargs=imported.kwargs)
+    for spec in (None, by_name):
+        caplog.clear()
+        cfg = load_source(tmp_path / "vmoe.safetensors", spec).pretrained_cfg
+        assert (*cfg["mean"], *cfg["std"], cfg["interpolation"]) == (*[0.5] * 6, "bilinear")
+        (told,) = [record.message for record in caplog.records if "is a guess" in record.message]
+        assert told.endswith("is a guess: state --crop-pct.")
     caplog.clear()
     spec = ModelSpec(preprocessing={"crop_pct": 0.875})
     assert load_source(tmp_path / "vmoe.safetensors", spec).pretrained_cfg["crop_pct"] == 0.875

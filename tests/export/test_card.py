@@ -328,7 +328,8 @@ def test_what_the_publisher_states_is_not_train_pys(checkpoint, tmp_path):
     text, dataset = card(dataset="user/flowers")
     assert "| dataset |" not in text
     assert "The publisher states that its images were those of `user/flowers`." in text
-    assert dataset == {"name": "user/flowers", "type": "user/flowers", "split": "test"}
+    assert "on user/flowers, split `test`." in text
+    assert dataset == {"name": "user/flowers", "type": "user/flowers"}  # whose splits are others
     content["args"].dataset = "hfds/uoft-cs/cifar100"
     torch.save(content, tmp_path / "last.pth.tar")
     assert card(metrics={"top1": 40.0})[1] == {"name": "not stated", "type": "imagefolder"}
@@ -345,10 +346,24 @@ def test_results_of_a_dense_training_are_not_those_of_experts(checkpoint, tmp_pa
     shutil.copy(checkpoint.parent / "summary.csv", tmp_path)
     measured = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
     assert "| top-1 accuracy (%) | 51.25 |" in measured
-    for push in (push_moe, push_dense):
-        card = push(tmp_path / "last.pth.tar", "user/vit", spec=ModelSpec(name), dry_run=True).card
-        assert "51.25" not in card
-        assert "It was trained as" not in card
+    for trained in (content["args"].model, "hf-hub:timm/vit_tiny_patch16_224"):
+        content["args"].model = trained
+        torch.save(content, tmp_path / "last.pth.tar")
+        for push in (push_moe, push_dense):
+            pushed = push(tmp_path / "last.pth.tar", "user/vit", spec=ModelSpec(name), dry_run=True)
+            assert "51.25" not in pushed.card
+            assert "It was trained as" not in pushed.card
+
+
+def test_a_folder_that_moved_keeps_the_history_of_its_training(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=False)
+    content["args"].model = "local-dir:/data/my-moe"
+    torch.save(content, tmp_path / "last.pth.tar")
+    shutil.copy(checkpoint.parent / "summary.csv", tmp_path)
+    spec = ModelSpec("vit_tiny_ewa_moe")
+    card = push_dense(tmp_path / "last.pth.tar", "user/vit", spec=spec, dry_run=True).card
+    assert "| top-1 accuracy (%) | 51.25 |" in card
+    assert "It was trained as `vit_tiny_ewa_moe`" in card
 
 
 def test_figures_of_experts_are_named_so_beside_another_network(checkpoints, tmp_path):

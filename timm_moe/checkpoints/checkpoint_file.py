@@ -49,8 +49,14 @@ def load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     with _refusing_damaged_arguments(path):
         train_args = args_of_trainer(checkpoint)
         is_of_train_py = are_whole(train_args)
-        if not train_args and spec.name is None:
-            train_args = args_of_import(path)
+        if not train_args:
+            # A model that the user names is not the import's, but its images are.
+            left_out = () if spec.name is None else ("model", "model_kwargs")
+            train_args = {
+                option: value
+                for option, value in args_of_import(path).items()
+                if option not in left_out
+            }
     if not use_ema and holds_ema(checkpoint):
         measured = ", of which train.py's accuracies are" if measures_ema(train_args) else ""
         _logger.info(
@@ -64,7 +70,9 @@ def load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     for other in others:
         _require_one_size(model, first.blueprint, other.blueprint, name, path)
     weights = first.weights
-    _tell_of_guesses(model, name, train_args, spec, weights, path)
+    own = dict(model.named_parameters())
+    is_dense = any(own[key].ndim > weights[key].ndim for key in own.keys() & weights)
+    _tell_of_guesses(model, name, train_args, spec, is_dense, path)
     _state_images(model, name, train_args, spec, path, is_of_train_py)
     # Class names may be those of the weights that training started from.
     change_pretrained_cfg(model, label_names=None, label_descriptions=None)
@@ -74,6 +82,7 @@ def load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
         epoch=checkpoint.get("epoch"),
         metric=checkpoint.get("metric"),
         ema=use_ema,
+        upcycled=is_dense,
     )
     return model
 
@@ -218,7 +227,7 @@ def _tell_of_guesses(
     name: str,
     train_args: Mapping[str, Any],
     spec: ModelSpec,
-    weights: Mapping[str, Tensor],
+    is_dense: bool,
     path: Path,
 ) -> None:
     """Log what the weights do not show of their model: its name, its routers, its experts."""
@@ -230,8 +239,6 @@ def _tell_of_guesses(
         if not agrees:
             _logger.warning("%s says that its model is %s; %s is taken.", path, stated, name)
 
-    own = dict(model.named_parameters())
-    is_dense = any(own[name].ndim > weights[name].ndim for name in own.keys() & weights)
     routed = [layer.router for layer in moe_layers(model).values() if not layer.deploys_dense]
     knows_options = are_whole(train_args) or router_options() & spec.kwargs.keys()
     if routed and not is_dense and not knows_options:

@@ -174,6 +174,11 @@ def are_whole(args: Mapping[str, Any]) -> bool:
     return "model_kwargs" in args
 
 
+def is_bce(args: Mapping[str, Any]) -> bool:
+    """Tell by train.py's options whether its loss was binary cross-entropy."""
+    return bool(args.get("bce_loss")) or args.get("loss") == "bce"
+
+
 def measures_ema(args: Mapping[str, Any]) -> bool:
     """Tell by train.py's options whether it measured EMA weights, as it does where it has any."""
     return bool(args.get("model_ema")) and not args.get("model_ema_force_cpu")

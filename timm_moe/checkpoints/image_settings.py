@@ -9,6 +9,7 @@ from torch import nn
 
 from ..console import shown_name
 from ..model_config import get_pretrained_cfg, preprocessing, state_preprocessing
+from .description import is_bce
 from .model_spec import ModelSpec, Origin
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path
             "config.json cannot state: with an exported model, pass --input-img-mode to timm's "
             "scripts again."
         )
-    if _is_bce(train_args):
+    if is_bce(train_args):
         kept["loss"] = "bce"
     if train_args.get("input_key") and "dataset" not in kept:
         _logger.warning(
@@ -131,11 +132,7 @@ def took_bce(model: nn.Module) -> bool:
     origin = getattr(model, "origin", None)
     recorded = origin.recorded if isinstance(origin, Origin) else None
     options = recorded.get("options") if isinstance(recorded, dict) else None
-    return _is_bce(options if isinstance(options, dict) else getattr(model, "args_of_images", {}))
-
-
-def _is_bce(args: Mapping[str, Any]) -> bool:
-    return bool(args.get("bce_loss")) or args.get("loss") == "bce"
+    return is_bce(options if isinstance(options, dict) else getattr(model, "args_of_images", {}))
 
 
 def _recorded(model: nn.Module, entry: str) -> str | None:

@@ -55,6 +55,8 @@ class Origin:
     epoch: Any = None
     metric: Any = None  #: that train.py measured at this epoch
     ema: bool = False  #: whether these are the EMA weights
+    #: whether the file holds a dense network, of which the model's experts were made
+    upcycled: bool = False
     recorded: Any = None  #: what an export has written of the training to the folder's config.json
 
     @property

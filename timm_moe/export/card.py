@@ -69,7 +69,12 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         use=_filled(
             "use_timm.md",
             needed=needed,
-            imports="\n".join(f"import {module}" for module in ("timm", *modules)),
+            imports="\n".join(
+                # A program's own module cannot be imported.
+                f"import {module}"
+                for module in ("timm", *modules)
+                if module != "__main__"
+            ),
             name=options.model_name,
         ),
         sizes=sizes,
@@ -163,7 +168,7 @@ class _Images(NamedTuple):
     """Images on which a model was measured."""
 
     name: str | None  # of their data set; None if nobody stated it
-    split: str | None = None  # of the data set, as train.py was told
+    split: str | None = None  # as train.py was told, of the data set or of its folder
     labels: str | None = None  # name of the data set's column, if train.py was told one
 
 
@@ -208,7 +213,7 @@ def _metadata(
                 task_type="image-classification",
                 dataset_type=on_hub if on_hub and images.name == on_hub else "imagefolder",
                 dataset_name=images.name or "not stated",
-                dataset_split=images.split,
+                dataset_split=images.split if history.dataset else None,
                 dataset_args={"labels": images.labels} if images.labels else None,
                 metric_type=metric_type,
                 metric_name=metric_name,

@@ -213,21 +213,13 @@ def checked_format(
     require_finite_weights(model)
     history = history_of(model, method)
     spec = settings.spec or ModelSpec()
-    is_another = spec.name is not None and _is_another(spec.name, history.options.get("model"))
-    if spec.kwargs or spec.preprocessing or is_another:
+    origin = getattr(model, "origin", None)
+    is_upcycled = origin is not None and origin.upcycled
+    if spec.kwargs or spec.preprocessing or is_upcycled:
         history = replace(history, metrics={})  # they were measured of another function
-    if is_another:
-        history = replace(history, experts=None, method=None)  # they were not trained
+    if is_upcycled:
+        history = replace(history, experts=None, method=None)  # the experts were not trained
     return layout_of(model, settings, history, method)
-
-
-def _is_another(name: str, trained: str | None) -> bool:
-    """Tell if the user names another architecture than train.py did, whose weights it takes."""
-    names = (name, trained or name)
-    if any(each.startswith(SOURCE_PREFIXES) for each in names):  # A folder may have moved.
-        return False
-    own, other = (each.partition(".")[0] for each in names)
-    return own != other
 
 
 def require_finite_weights(model: nn.Module) -> None:

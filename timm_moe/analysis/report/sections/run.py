@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ....checkpoints.description import measures_ema
+from ....checkpoints.description import is_bce, measures_ema
 from ....checkpoints.model_spec import Origin
 from ....checkpoints.summary_csv import read_summary
 from ....convert.expert_layers import moe_layers
@@ -113,7 +113,7 @@ def run_section(
 def _loss_title(origin: Origin | None) -> str | list[str]:
     """Return the name of the losses that train.py was told to take, as lines of an axis's title."""
     args = origin.train_args if origin is not None else {}
-    if args.get("bce_loss") or args.get("loss") == "bce":
+    if is_bce(args):
         return ["training: binary cross-entropy", "evaluation: cross-entropy"]
     has_others = any(args.get(name) for name in ("jsd_loss", "kd_model_name"))
     if not args or has_others or args.get("task") == "multilabel":
