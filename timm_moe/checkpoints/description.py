@@ -28,8 +28,9 @@ from ..models.mixin import constructor_arguments
 from ..models.registered import check_registered, is_registered_here
 from ..timm_classes import timm_classes
 
-#: Entries of the preprocessing that an imported checkpoint may state.
-_OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")
+#: Entries of the preprocessing that an imported checkpoint may state, and that are asked of the
+#: user where nobody states them.
+OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
 #: Entry of config.json that holds the history of weights, with their digest: transformers keeps it
@@ -160,7 +161,7 @@ def args_of_import(path: Path) -> dict[str, Any]:
         for entry in ("model_kwargs", "images")
     )
     return {
-        **{name: images[name] for name in _OF_IMAGES if name in images},
+        **{name: images[name] for name in OF_IMAGES if name in images},
         "model": stated["model"],
         "model_kwargs": _flattened(options),
     }

@@ -1,4 +1,4 @@
-"""How images were prepared and classes numbered in the training of a model that is loaded."""
+"""Preprocessing of the images, and numbers of the classes, in the training of a loaded model."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from torch import nn
 
 from ..console import shown_name
 from ..model_config import get_pretrained_cfg, preprocessing, state_preprocessing
-from .description import is_bce
+from .description import OF_IMAGES, is_bce
 from .model_spec import ModelSpec, Origin
 
 _logger = logging.getLogger(__name__)
@@ -18,8 +18,6 @@ _logger = logging.getLogger(__name__)
 DEFAULT = "timm's default"
 #: Readers of timm's --dataset that number the classes themselves.
 _OTHER_READERS = ("torch", "hfds", "hfids", "tfds", "wds")
-#: Preprocessing that is asked of the user where the file does not state it.
-_GUESSED = ("mean", "std", "crop_pct", "interpolation")
 
 
 def prepare(
@@ -36,7 +34,7 @@ def prepare(
     """
     origins |= dict.fromkeys(state_preprocessing(model, spec.preprocessing), "stated")
     _log_images(model, source, origins)
-    guessed = [f"--{key.replace('_', '-')}" for key in _GUESSED if origins[key] == DEFAULT]
+    guessed = [f"--{key.replace('_', '-')}" for key in OF_IMAGES if origins[key] == DEFAULT]
     if guessed:
         _logger.warning(
             f"{source} does not say how images were prepared in its training; what timm has for "

@@ -1,4 +1,4 @@
-"""What a user states about a model that is loaded, and where its weights are from."""
+"""Statements of the user about a model to load, and the origin of its weights."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -148,7 +148,7 @@ class History:
 
     @property
     def is_what_was_measured(self) -> bool:
-        """Whether the weights compute the function that the metrics are of."""
+        """Tell if the weights compute the function that the metrics are of."""
         return self.method is None or (
             self.experts is not None and self.experts.mean and self.method == "average"
         )

@@ -55,9 +55,9 @@ def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if alone and distributed.get_world_size() > 1 and is_first_time(optimizer, "balanced alone"):
         _logger.warning(
             f"The balancing bias of {alone[0].path} counts the choices of this process alone, as "
-            "no DistributedDataParallel and no FSDP holds it. If several processes "
-            "train the layer as one, name their group: router.balancing_bias.process_groups = "
-            "(group,); else () says that it is right."
+            "no DistributedDataParallel and no FSDP holds it. If several processes train the layer "
+            "as one, name their group: router.balancing_bias.process_groups = (group,); else () "
+            "says that it is right."
         )
 
 

@@ -133,11 +133,12 @@ def _name_ema(losses: Points, accuracies: Points, origin: Origin) -> str:
         A sentence, if these are others than train.py measured.
     """
     is_of_ema = measures_ema(origin.train_args)
-    for point in losses:
-        if is_of_ema and point["images"] == "evaluation":
-            point["images"] = "evaluation, EMA weights"
-    for point in accuracies:
-        point["accuracy"] += ", EMA weights" if is_of_ema else ""
+    if is_of_ema:
+        for point in losses:
+            if point["images"] == "evaluation":
+                point["images"] = "evaluation, EMA weights"
+        for point in accuracies:
+            point["accuracy"] += ", EMA weights"
     if origin.ema == is_of_ema or not accuracies:
         return ""
     if origin.ema:
