@@ -170,6 +170,9 @@ def _info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help=batch)
     name = "registered name of a checkpoint's model, for files that do not say it themselves"
     parser.add_argument("--model", dest="name", metavar="NAME", help=name)
+    parser.add_argument(
+        "--use-ema", action="store_true", help="take the EMA weights of a checkpoint"
+    )
     _add_model_options(parser)
 
 

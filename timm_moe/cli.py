@@ -523,8 +523,10 @@ def _info(args: argparse.Namespace) -> None:
         raise ValueError(f"--batch must be at least 1, got {args.batch}.")
     if args.name is not None and all(map(_is_registered, args.models)):
         raise ValueError("--model is for files that do not name their model: leave it out.")
+    if args.use_ema and all(map(_is_registered, args.models)):
+        raise ValueError("--use-ema is for train.py's checkpoints: leave it out.")
     spec = ModelSpec(args.name, args.num_classes, args.model_kwargs)
-    found = [_sizes(model, spec, args.batch) for model in args.models]
+    found = [_sizes(model, spec, args.use_ema, args.batch) for model in args.models]
     if len({name for name, _ in found}) < len(found):
         found = [(source, rows) for source, (_, rows) in zip(args.models, found, strict=True)]
     if len(found) == 1:
@@ -561,7 +563,9 @@ def _is_registered(source: str) -> bool:
     return is_model(source) or not is_path
 
 
-def _sizes(source: str, spec: ModelSpec, batch: int | None) -> tuple[str, dict[str, str]]:
+def _sizes(
+    source: str, spec: ModelSpec, use_ema: bool, batch: int | None
+) -> tuple[str, dict[str, str]]:
     """Return the name of a model and its sizes, by labels to show."""
     model, norms = None, ""
     if _is_registered(source):
@@ -569,7 +573,7 @@ def _sizes(source: str, spec: ModelSpec, batch: int | None) -> tuple[str, dict[s
             _logger.warning(f"{source} is the registered model here; the folder is ./{source}.")
         info = model_info(source, **spec.args())
     else:
-        model = load_source(source, spec)
+        model = load_source(source, spec, use_ema)
         with suppress(ValueError):  # norms that cannot be compared
             norms = ", ".join(
                 f"{name} {value.mean():.4g}" for name, value in norm_divergence(model).items()

@@ -627,6 +627,18 @@ def test_a_checkpoint_that_holds_ema_weights_too_says_so(
     assert said == (not use_ema and not on_cpu)
 
 
+def test_info_takes_ema_weights(ewa_vit, tmp_path, capsys):
+    """The error of a file that holds nothing else names the option."""
+    torch.save({"state_dict_ema": ewa_vit.state_dict()}, tmp_path / "ema.pth")
+    arguments = ["info", str(tmp_path / "ema.pth"), *ARGUMENTS]
+    assert main(arguments) == 1
+    assert "--use-ema" in capsys.readouterr().err
+    assert main([*arguments, "--use-ema"]) == 0
+    assert "4 in each of 2 layers" in capsys.readouterr().out
+    assert main(["info", "vit_tiny_ewa_moe", "--use-ema"]) == 1
+    assert "--use-ema is for train.py's checkpoints" in capsys.readouterr().err
+
+
 def test_of_two_files_of_weights_the_one_of_the_hub_is_taken(ewa_vit, folder):
     others = {name: tensor + 1 for name, tensor in ewa_vit.state_dict().items()}
     torch.save(others, folder / "pytorch_model.bin")

@@ -4,6 +4,7 @@ They are small files that google-research/vmoe @ 942a78bc wrote (jax 0.10.2, fla
 logits of its own model. data/vmoe/README.md says how they were made.
 """
 
+import logging
 import re
 import shutil
 import time
@@ -549,12 +550,14 @@ def test_an_import_states_what_is_known_of_its_images(tmp_path, caplog):
     """The reference's crops differ: the whole image after fine-tuning, 224 of 256 pixels before."""
     imported = import_checkpoint(FOLDER / "vmoe_tiny", tmp_path / "vmoe.safetensors")
     by_name = ModelSpec(imported.name, kwargs=imported.kwargs)
+    caplog.set_level(logging.INFO, "timm_moe")
     for spec in (None, by_name):
         caplog.clear()
         cfg = load_source(tmp_path / "vmoe.safetensors", spec).pretrained_cfg
         assert (*cfg["mean"], *cfg["std"], cfg["interpolation"]) == (*[0.5] * 6, "bilinear")
         (told,) = [record.message for record in caplog.records if "is a guess" in record.message]
         assert told.endswith("is a guess: state --crop-pct.")
+        assert "mean 0.5 0.5 0.5, std 0.5 0.5 0.5 (its import)" in caplog.text
     caplog.clear()
     spec = ModelSpec(preprocessing={"crop_pct": 0.875})
     assert load_source(tmp_path / "vmoe.safetensors", spec).pretrained_cfg["crop_pct"] == 0.875
