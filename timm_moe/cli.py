@@ -604,7 +604,7 @@ def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse
     file = Path(args.output).as_posix()
     show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{file}")')
     if is_registered_here(imported.name):  # An imported model without experts is timm's own.
-        top_k = model_info(imported.name, **imported.kwargs).top_k
+        top_k = model_info(imported.name, **imported.kwargs).experts_of_row
         show(
             f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless "
             "you state it."

@@ -17,6 +17,14 @@ def test_a_model_with_averaged_and_routed_layers_is_not_exported_as_a_mean():
     assert found.exported is None
 
 
+def test_layers_that_differ_are_told_of():
+    model = timm.create_model("vit_tiny_patch16_224", depth=4)
+    timm_moe.convert_to_moe(model, router="top_k", num_experts=2, moe_layers="1")
+    timm_moe.convert_to_moe(model, router="top_k", num_experts=8, top_k=2, moe_layers="3")
+    text = measure(model.to("meta"), "x").rows()["experts"]
+    assert text == "2/8 in each of 2 layers, the model has 4 blocks, a token takes 1/2"
+
+
 @pytest.mark.parametrize(
     ("name", "twin"),
     [
@@ -61,7 +69,7 @@ def test_experts_that_choose_take_a_token_so_often_on_average():
         factor: model_info("vit_tiny_moe", capacity_factor=factor, **options)
         for factor in (0.5, 1.0, 2.5)
     }
-    assert [each.experts_of_row() for each in info.values()] == [
+    assert [each.experts_of_row for each in info.values()] == [
         "0.5 on average",
         "1",
         "2.5 on average",

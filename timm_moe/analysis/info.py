@@ -12,8 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..console import in_layers
 from ..convert.dense import to_dense
-from ..convert.expert_layers import activated_parameters, moe_layers, parameters
+from ..convert.expert_layers import (
+    activated_parameters,
+    moe_layers,
+    numbers_of_experts,
+    parameters,
+)
 from ..convert.find import ffn_paths
+from ..layers.router import Router
 from ..model_config import model_input_size, preprocessing
 from ..models.registered import check_registered, weightless_model
 
@@ -44,9 +50,11 @@ class ModelInfo:
     name: str
     moe_layers: list[str]
     blocks: int  #: number of blocks that could hold an expert layer; in WideNet all share one
-    num_experts: int  #: experts in each layer; this and the next two are the first layer's
-    top_k: float  #: experts that a token passes through in training, or the most, or their mean
-    routing_unit: str
+    num_experts: str  #: experts in each layer, as "4", or "4/8" if layers differ
+    #: experts that a token passes through in each layer in training, or the most, or their mean,
+    #: as "2", "1/2", "1.5 on average" or "up to 4"
+    experts_of_row: str
+    routing_unit: str  #: of the first layer: "token" or "image"
     members: int  #: members of the ensemble inside the model; each routes its own tokens
     total: int  #: parameters in training
     activated: int  #: parameters that one token passes through in training
@@ -56,7 +64,6 @@ class ModelInfo:
     #: (timm's GMACs are half); routed experts take every token K times
     gflops: float
     input_size: tuple[int, ...]  #: (channels, height, width) of that image
-    number_varies: bool = False  #: whether tokens pass through different numbers of experts
     #: of a registered name: the registered dense model that, with the same options, differs in the
     #: experts alone, not in image size or preprocessing; None if there is none
     dense_twin: str | None = None
@@ -95,15 +102,9 @@ class ModelInfo:
         if self.exported is not None:  # a token goes to one expert, no matter to which
             return text
         if self.members > 1:
-            return f"{text}; {self.members} members, a token of each takes {self.experts_of_row()}"
+            return f"{text}; {self.members} members, a token of each takes {self.experts_of_row}"
         unit = "an image" if self.routing_unit == "image" else "a token"
-        return f"{text}, {unit} takes {self.experts_of_row()}"
-
-    def experts_of_row(self) -> str:
-        """Write the number of experts that a token passes through."""
-        if self.number_varies:
-            return f"up to {self.top_k}"
-        return f"{self.top_k:g}" if self.top_k % 1 == 0 else f"{self.top_k:g} on average"
+        return f"{text}, {unit} takes {self.experts_of_row}"
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         name=name,
         moe_layers=list(moe_layers(model)),
         blocks=sum(module in networks for _, module in model.named_modules(remove_duplicate=False)),
-        num_experts=layers[0].num_experts if layers else 0,
-        top_k=layers[0].router.experts_of_row() if layers else 0,
+        num_experts=numbers_of_experts(layers),
+        experts_of_row="/".join(sorted({_experts_of_row(layer.router) for layer in layers})),
         routing_unit=layers[0].router.routing_unit if layers else "token",
         members=getattr(model, "ensemble_size", 1),
         total=parameters(model),
@@ -147,8 +148,15 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         exported=parameters(deployed) if deployed_as_mean else None,
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
-        number_varies=any(layer.router.number_varies for layer in layers),
     )
+
+
+def _experts_of_row(router: Router) -> str:
+    """Write the number of experts that a token passes through in a router's layer."""
+    number = router.experts_of_row()
+    if router.number_varies:
+        return f"up to {number}"
+    return f"{number:g}" if number % 1 == 0 else f"{number:g} on average"
 
 
 def _dense_twin(model: nn.Module, name: str, kwargs: dict[str, Any]) -> str | None:

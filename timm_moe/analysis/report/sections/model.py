@@ -116,7 +116,7 @@ def _choice(layers: Sequence[MoeMlp], info: ModelInfo) -> str:
         return "Each expert chooses equally many tokens, so a token goes to none, one or several."
     if not any(layer.router.depends_on_input for layer in layers):
         return "No router looks at the images: all tokens go the same ways through the experts."
-    number = "one expert" if info.top_k == 1 else f"{info.experts_of_row()} experts"
+    number = "one expert" if info.experts_of_row == "1" else f"{info.experts_of_row} experts"
     if info.routing_unit == "image":
         return f"A router chooses {number} for each image; all of its tokens go there."
     return f"A router chooses {number} for each token."
