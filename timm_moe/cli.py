@@ -377,7 +377,13 @@ def _routes(args: argparse.Namespace) -> None:
         images = image_folder(args.data_dir, args.split, args.class_map)
         _check_outside([args.output_dir], images)
         (model,), images = load_classifiers([args.source], images, **loading)
-        if mixing_layers(model):
+        if mixing := mixing_layers(model):
+            others = [path for path in moe_layers(model) if path not in mixing]
+            if others:
+                _logger.warning(
+                    f"Of {args.source} the layers {', '.join(mixing)} are shown, whose tokens do "
+                    f"not choose by themselves; timm-moe report shows {', '.join(others)} too."
+                )
             mixtures, image = collect_mixtures(model, images, loading["inference"])
             settings["images"] = len(images)
             settings["layers"] = [mixture.summary() for mixture in mixtures]
@@ -494,7 +500,16 @@ def _write_result(args: argparse.Namespace, **result: Any) -> None:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that a result depends on."""
-    others = ["command", "output_dir", "json", "plot", "overwrite", "workers", "device"]
+    others = [
+        "command",
+        "debug",
+        "output_dir",
+        "json",
+        "plot",
+        "overwrite",
+        "workers",
+        "device",
+    ]
     if not args.amp:
         others.append("amp_dtype")
     return {name: value for name, value in vars(args).items() if name not in others}

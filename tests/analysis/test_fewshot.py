@@ -247,6 +247,7 @@ def test_the_command_writes_what_it_prints(colours, tmp_path, capsys):
     assert main(["fewshot", str(tmp_path / "model"), *folders, *options]) == 0
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
+    assert "debug" not in written
     assert [result["shots"] for result in written["results"]] == [1, 1, 2, 2]
     for result in written["results"]:
         assert f"{result['accuracy']:.2%} ± {result['standard_error']:.2%}" in printed
@@ -314,6 +315,11 @@ def test_a_class_without_images_is_named(colours, tmp_path, capsys):
         f"timm-moe: error: 1 shots are asked for, but class class2 of {tmp_path} has 0 images.\n"
     )
     assert capsys.readouterr().err == message
+
+
+def test_a_model_is_named_once(colours):
+    with pytest.raises(ValueError, match="a is named twice"):
+        fewshot(["a", "a"], [folder_of(colours)], (1,), inference=HERE)
 
 
 def test_other_classes_and_features_that_are_not_finite_are_refused(colours, tmp_path):

@@ -20,7 +20,15 @@ from timm.data import ImageDataset
 from torch import Tensor, nn
 
 from ..checkpoints.model_spec import ModelSpec
-from .data import Inference, Source, batches, class_names, describe_source, open_model
+from .data import (
+    Inference,
+    Source,
+    batches,
+    class_names,
+    describe_source,
+    open_model,
+    require_different,
+)
 from .rows import Rows
 
 _logger = logging.getLogger(__name__)
@@ -131,10 +139,12 @@ def fewshot(
         ones, without and with weights.
 
     Raises:
-        ValueError: on a number below 1, shots above the images of a class, other classes in a
-            folder's test images, or features that are NaN; and as ``load_source``.
+        ValueError: on a source that is named twice, a number below 1, shots above the images of a
+            class, other classes in a folder's test images, or features that are NaN; and as
+            ``load_source``.
     """
     inference = inference or Inference()
+    require_different(sources)
     if not shots or min(shots) < 1 or draws < 1:
         raise ValueError(f"shots and draws must be at least 1, got {list(shots)} and {draws}.")
     labels = [_checked_labels(folder, max(shots)) for folder in folders]

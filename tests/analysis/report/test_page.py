@@ -13,10 +13,19 @@ from safetensors.torch import save_file
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.report import write_report
 from timm_moe.analysis.report.observe import SHOWN, SUREST, Observation, Patch
-from timm_moe.analysis.report.page import page
+from timm_moe.analysis.report.page import Part, Section, page
 from timm_moe.analysis.report.sections.classifier import classifier_section
 from timm_moe.analysis.report.sections.routing import routing_section
 from timm_moe_cli import main
+
+
+def test_words_are_explained_whichever_model_needs_them():
+    soft = Section("routing", "Who goes where", [Part("What does a slot mix?")])
+    routed = Section(
+        "routing", "Who goes where", [Part("Did any expert die?")], "A row is a patch."
+    )
+    for order in ({"a": soft, "b": routed}, {"b": routed, "a": soft}):
+        assert "A row is a patch." in page("Title", "", [order])
 
 
 @pytest.mark.ci

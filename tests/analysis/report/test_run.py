@@ -199,7 +199,7 @@ def write_epochs(folder, spreads, share_rate=0.1, first=0):
     [
         ([0.02, 0.02], "They were together from epoch 3 on."),
         ([1.5, 0.01], "They came together."),
-        ([1.5, 1.5], "They did not: their distance hardly changed."),
+        ([1.5, 1.5], "Their distance hardly changed."),
         ([1.0, 1.5], "They moved apart."),
         ([1.0], "They are not together."),
     ],

@@ -14,7 +14,7 @@ from observations import HERE, observed
 from PIL import Image
 from safetensors.torch import save_file
 
-from timm_moe import moe_layers
+from timm_moe import convert_to_moe, moe_layers
 from timm_moe.analysis.data import image_folder, load_classifiers
 from timm_moe.analysis.report.sections.routing import routing_section
 from timm_moe.analysis.routes.mixtures import SHOWN_SLOTS, Mixture, collect_mixtures, mixing_layers
@@ -193,6 +193,19 @@ def test_the_command(options, field, splits, tmp_path, capsys):
     width, height = Image.open(tmp_path / "out/routes.png").size
     assert width > 300 < height
     assert not (tmp_path / "out/routes.csv").exists()  # which is about classes
+
+
+def test_layers_whose_tokens_choose_are_not_left_out_in_silence(
+    splits, tmp_path, monkeypatch, caplog
+):
+    model = make_model("vit_tiny_patch16_224")
+    convert_to_moe(model, router="soft", num_experts=2, moe_layers="1")
+    convert_to_moe(model, router="top_k", num_experts=2, moe_layers="3")
+    monkeypatch.setattr(
+        "timm_moe.cli.load_classifiers", lambda sources, images, **_: ([model], images)
+    )
+    assert main(["routes", "x", "--data-dir", str(splits), str(tmp_path / "out"), "-j", "0"]) == 0
+    assert "timm-moe report shows blocks.3.mlp too" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ class LayerObservation:
             width = probability.shape[-1]  # the experts of a member
             highest = math.log(max(2, width))
             entropy = torch.special.entr(probability.cpu().double()).sum(-1) / highest
-            histogram = torch.histc(entropy.float(), ENTROPY_BINS, 0, 1)
+            # Of nearly even gates it may round to more than 1.
+            histogram = torch.histc(entropy.clamp(max=1).float(), ENTROPY_BINS, 0, 1)
             self.entropy = histogram if self.entropy is None else self.entropy + histogram
             return probability.gather(1, self.first_T[:, None] % width)[:, 0]
         weights = call.routing.weights()

@@ -1,6 +1,6 @@
 """The page itself: one file of HTML that needs no network, made of sections, and they of parts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -67,9 +67,7 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
         title=title,
         subtitle=subtitle,
         sections=[
-            (next(iter(of_models.values())), _rows(of_models))
-            for of_models in sections
-            if of_models
+            (_heading(of_models.values()), _rows(of_models)) for of_models in sections if of_models
         ],
         several=any(len(of_models) > 1 for of_models in sections),
         config=CONFIG,
@@ -78,6 +76,14 @@ def page(title: str, subtitle: str, sections: Sequence[Mapping[str, Section]]) -
         script=folder.joinpath("page.js").read_text(encoding="utf-8"),
         library=chart_library(),
     )
+
+
+def _heading(sections: Iterable[Section]) -> Section:
+    """Return the section whose title and text stand above those of several models.
+
+    The text explains words of the parts, so it is there if one of them needs it.
+    """
+    return max(sections, key=lambda section: len(section.text))
 
 
 @cache

@@ -77,8 +77,15 @@ def run_section(
         origin: of the weights that the report is about, which may be others than train.py measured.
     """
     rows, epochs = run.rows, run.epochs
+    is_of_ema = origin is not None and measures_ema(origin.train_args)
+    of_ema = ", EMA weights" if is_of_ema else ""
     points = [
-        {"epoch": row["epoch"], "value": row[column], key: series}
+        {
+            "epoch": row["epoch"],
+            "value": row[column],
+            "column": column,
+            key: series + (of_ema if column.startswith("eval_") else ""),
+        }
         for row in rows
         for column, (key, series) in COLUMNS.items()
         if column in row and not (series == "top-5" and classes and classes <= 5)
@@ -88,11 +95,11 @@ def run_section(
     layers = [
         (entry["epoch"], name, layer) for entry in epochs for name, layer in entry["layers"].items()
     ]
-    trend, best = _trend(losses), _best(accuracies)
-    if origin is not None:
-        best += _name_ema(losses, accuracies, origin)
+    best = _best(accuracies)
+    if accuracies and origin is not None and origin.ema != is_of_ema:
+        best += _of_other_weights(origin.ema)
     parts = [
-        _part("Does the loss still fall?", losses, trend, "images", _loss_title(origin)),
+        _part("Does the loss still fall?", losses, _trend(losses), "images", _loss_title(origin)),
         _part(
             "How accurate was it in each epoch?",
             accuracies,
@@ -121,27 +128,9 @@ def _loss_title(origin: Origin | None) -> str | list[str]:
     return "cross-entropy"
 
 
-def _name_ema(losses: Points, accuracies: Points, origin: Origin) -> str:
-    """Name the EMA weights at the curves that are theirs.
-
-    Args:
-        losses: of training and evaluation.
-        accuracies: of evaluation.
-        origin: of the weights that the report is about.
-
-    Returns:
-        A sentence, if these are others than train.py measured.
-    """
-    is_of_ema = measures_ema(origin.train_args)
-    if is_of_ema:
-        for point in losses:
-            if point["images"] == "evaluation":
-                point["images"] = "evaluation, EMA weights"
-        for point in accuracies:
-            point["accuracy"] += ", EMA weights"
-    if origin.ema == is_of_ema or not accuracies:
-        return ""
-    if origin.ema:
+def _of_other_weights(ema: bool) -> str:
+    """Tell that train.py measured other weights than those of the report, which may be EMA's."""
+    if ema:
         return (
             " That is the accuracy of the weights without EMA. The other sections are of the EMA "
             "weights."
@@ -225,15 +214,16 @@ def _trend(losses: Points) -> str:
     known = _finite(losses)
     if not known:
         return ""
-    kinds = {point["images"] for point in known}
-    images = "evaluation" if "evaluation" in kinds else "training"
-    own = [point for point in known if point["images"] == images]
+    columns = {point["column"] for point in known}
+    column = "eval_loss" if "eval_loss" in columns else "train_loss"
+    _, images = COLUMNS[column]
+    own = [point for point in known if point["column"] == column]
     lowest, last = min(own, key=lambda point: point["value"]), own[-1]
     place = f"the last epoch, {last['epoch']}" if lowest is last else f"epoch {lowest['epoch']}"
     text = f"The {images} loss was lowest in {place}: {lowest['value']:.4g}."
     if lowest is not last:
         text += f" In the last epoch, {last['epoch']}, it was {last['value']:.4g}."
-    if len(kinds) > 1:
+    if len(columns) > 1:
         text += (
             " The training loss is that of augmented images, with any label smoothing and routers' "
             "losses in it."
@@ -243,7 +233,7 @@ def _trend(losses: Points) -> str:
 
 def _best(accuracies: Points) -> str:
     """Say the last and the best top-1 accuracy."""
-    own = [point for point in _finite(accuracies) if point["accuracy"] == "top-1"]
+    own = [point for point in _finite(accuracies) if point["column"] == "eval_top1"]
     if not own:
         return ""
     last, best = own[-1]["value"], max(own, key=lambda point: point["value"])
@@ -297,16 +287,11 @@ def _spread_part(epochs: Sequence[dict[str, Any]], layers: Layers) -> Part | Non
     elif end < 0.9 * begin:
         verdict = "They came closer to each other."
     else:
-        verdict = (
-            "They moved apart."
-            if end > 1.1 * begin
-            else "They did not: their distance hardly changed."
-        )
+        verdict = "They moved apart." if end > 1.1 * begin else "Their distance hardly changed."
     if any(entry["share_rate"] for entry in epochs):
         title, averaging = "Did the experts come together?", "Averaging was on."
     else:
         title = "How far apart are the experts in training?"
-        verdict = verdict.replace("They did not: their", "Their")
         is_known = epochs[-1]["share_rate"] is not None
         off = " (the share rate was 0 at the end of each epoch)" if is_known else ""
         averaging = f"Nothing averaged the experts{off}."
