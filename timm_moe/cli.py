@@ -342,7 +342,7 @@ def _accuracy(role: str, source: str, args: argparse.Namespace) -> float:
     try:
         accuracy = float(source)
     except ValueError:
-        from .analysis.evaluation import evaluate  # It needs torchmetrics.
+        from .analysis.evaluation import measure  # It needs torchmetrics.
 
         if args.data_dir is None:
             raise ValueError(
@@ -353,7 +353,7 @@ def _accuracy(role: str, source: str, args: argparse.Namespace) -> float:
         layers = moe_layers(models[0]).values()
         if role != "teacher" and not all(layer.deploys_dense for layer in layers):
             raise ValueError(f"{source} has routed experts: --{role} is a dense model.") from None
-        return evaluate(models, images, inference=loading["inference"])["accuracy"]
+        return measure(models, [source], images, None, loading["inference"]).result()["accuracy"]
     if not 1 <= accuracy <= 100:
         raise ValueError(f"An accuracy in percent lies between 1 and 100, got {source}.")
     return accuracy / 100

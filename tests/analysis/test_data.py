@@ -685,6 +685,15 @@ def test_a_training_by_bce_is_told_of(folder, model, tmp_path, caplog, stated):
         assert "binary cross-entropy, so that each class has a probability" in caplog.text
 
 
+def test_benefits_load_a_model_once(folder, model, tmp_path, caplog, capsys):
+    save(model, tmp_path / "a.pth.tar")
+    command = ["benefits", "--student", str(tmp_path / "a.pth.tar"), "--teacher", "90"]
+    command += ["--dense", "20", "--data-dir", str(folder), "-j", "0", "--device", "cpu"]
+    main(command)
+    told = [text for text in caplog.messages if text.startswith("Images for")]
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])
 def test_images_that_are_not_square_are_cropped_as_stated(folder, model, mode):
     for file in folder.glob("val/*/*.png"):

@@ -16,9 +16,8 @@ from timm.data import ImageDataset
 from ..checkpoints.description import SOURCE_PREFIXES
 from ..checkpoints.model_spec import ModelSpec
 from ..export.history import history_of
-from ..layers.ensemble import ensemble_log_probabilities
 from .data import Inference, load_classifiers, require_different, short_names
-from .evaluation import Figures, predictions
+from .evaluation import measure
 
 try:
     from scipy.stats import binomtest
@@ -242,10 +241,8 @@ def measure_runs(
                     f"{seed}: pairs need one of each. Train them with different --seed, or name "
                     "them otherwise if the number is no seed."
                 )
-        figures, right = Figures(model.num_classes), []  # type: ignore[arg-type]
-        for _, log_p_BMC, labels in predictions([model], [run.source], numbered, inference):
-            figures.update(log_p_BMC, labels)
-            right.append(ensemble_log_probabilities(log_p_BMC).argmax(1) == labels)
+        figures = measure([model], [run.source], numbered, None, inference)
+        right = figures.predicted.tensor() == figures.labels.tensor()
         result = figures.result()
         options = {name: value for name, value in train_args.items() if name not in OF_A_RUN}
         recorded = {name: text for name, text in history.options.items() if name not in OF_A_RUN}
@@ -254,7 +251,7 @@ def measure_runs(
             if options:
                 options[LAST_EPOCH] = history.epoch + 1
         found = {name: result[name] for name, *_ in FIGURES}
-        measured.append(Measured(run, seed, options, recorded, found, torch.cat(right)))
+        measured.append(Measured(run, seed, options, recorded, found, right))
     return measured
 
 

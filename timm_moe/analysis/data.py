@@ -18,12 +18,7 @@ from PIL import Image
 from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
-from ..checkpoints.image_settings import (
-    own_numbering,
-    stated_image_mode,
-    stated_task,
-    took_bce,
-)
+from ..checkpoints.image_settings import own_numbering, stated_image_mode, stated_task
 from ..checkpoints.model_spec import ModelSpec
 from ..checkpoints.source import load_source
 from ..convert.wrappers import unwrapped
@@ -141,13 +136,6 @@ def load_classifiers(
             raise ValueError(
                 f"{name} was trained with several labels for an image; only one can be measured "
                 "here."
-            )
-
-        if took_bce(model):
-            _logger.warning(
-                f"{name} was trained by binary cross-entropy, so that each class has a probability "
-                "of its own: NLL, ECE and Brier score are those of the softmax, which it did not "
-                "learn."
             )
         known = _classes_of(model, name, images.reader.root, by_folder)
         if not models and not is_stated and known != by_folder and {*by_folder} <= {*known}:

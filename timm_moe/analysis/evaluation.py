@@ -3,6 +3,7 @@
 They are those of :mod:`.metrics`.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
+from ..checkpoints.image_settings import took_bce
 from ..checkpoints.model_spec import ModelSpec
 from . import metrics
 from .data import Inference, Source, batches, describe_source, load_classifiers
 from .rows import Rows
+
+_logger = logging.getLogger(__name__)
 
 #: Names and formats of the numbers of an evaluation in a table, in their order.
 LABELS = {
@@ -79,23 +83,54 @@ def evaluate(
     inference = inference or Inference()
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
     names = [describe_source(source) for source in sources]
+    return measure(models, names, images, ood_images, inference).result()
+
+
+def measure(
+    models: Sequence[nn.Module],
+    names: Sequence[str],
+    images: ImageDataset,
+    ood_images: ImageDataset | None,
+    inference: Inference,
+) -> "Figures":
+    """Run the ensemble of models on images.
+
+    The models and images are those of :func:`timm_moe.analysis.data.load_classifiers`; the models'
+    names are for messages.
+
+    Raises:
+        ValueError: if an output is NaN.
+    """
+    warn_of_bce(models, names)
     figures = Figures(models[0].num_classes)  # type: ignore[arg-type]
     for _, log_p_BMC, labels in predictions(models, names, images, inference):
         figures.update(log_p_BMC, labels)
     if ood_images is not None:
         for _, log_p_BMC, _ in predictions(models, names, ood_images, inference):
             figures.update_ood(log_p_BMC)
-    return figures.result()
+    return figures
+
+
+def warn_of_bce(models: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Warn of models whose training had no softmax, which the figures take."""
+    for model, name in zip(models, names, strict=True):
+        if took_bce(model):
+            _logger.warning(
+                f"{name} was trained by binary cross-entropy, so that each class has a probability "
+                "of its own: NLL, ECE and Brier score are those of the softmax, which it did not "
+                "learn."
+            )
 
 
 class Figures:
     """Numbers of :func:`evaluate` for C classes, gathered batch by batch.
 
-    Sums are kept, and the confidence of each image.
+    Sums are kept, and of each image the label, the ensemble's prediction and its confidence.
     """
 
     def __init__(self, num_classes: int):
         self.members = 0
+        self.labels, self.predicted = Rows(), Rows()
         self.confidence, self.ood_confidence = Rows(), Rows()
         self._of_ensemble: dict[str, metrics.Metric] = {
             "nll": metrics.NegativeLogLikelihood(**_ALONE),
@@ -124,6 +159,8 @@ class Figures:
                 metric.update(log_p_BMC, labels)
             for metric in self._of_member.values():
                 metric.update(log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))
+        self.labels.add(labels)
+        self.predicted.add(metrics.ensemble_log_probabilities(log_p_BMC).argmax(1))
         self.confidence.add(confidence(log_p_BMC))
 
     def update_ood(self, log_p_BMC: Tensor) -> None:

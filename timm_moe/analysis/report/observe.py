@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from ...convert.expert_layers import moe_layers
 from ..data import Inference, class_names, image_bytes
-from ..evaluation import Figures, predictions
-from ..metrics import ensemble_log_probabilities
+from ..evaluation import Figures, predictions, warn_of_bce
 from ..routes.mixtures import Mixture, add_calls, mixing_layers
 from ..routes.statistics import RouterCall, RouterWatcher, Routes, patch_grid
-from ..rows import Rows
 
 #: Images that are shown with their patches.
 SHOWN = 12
@@ -189,9 +187,9 @@ def observe(
     Raises:
         ValueError: if an output is NaN, or an image cannot be read.
     """
+    warn_of_bce([model], [name])
     figures = Figures(model.num_classes)  # type: ignore[arg-type]
-    shown = _evenly_spread(len(images), SHOWN)
-    labels, predicted, pixels = Rows(), Rows(), []
+    shown, pixels = _evenly_spread(len(images), SHOWN), []
     layers: dict[str, LayerObservation] = {}
     mixtures: dict[str, Mixture] = {}
     routed = {
@@ -211,8 +209,6 @@ def observe(
             for here, there in pairwise(layers.values()):
                 here.add_pairs(there)
             figures.update(log_p_BMC, label_B)
-            labels.add(label_B)
-            predicted.add(ensemble_log_probabilities(log_p_BMC).argmax(1))
             if own:
                 pixels.append(pixels_B[own])
             first += len(label_B)
@@ -225,8 +221,8 @@ def observe(
         layer.routes = routes
     return Observation(
         classes=classes,
-        labels=labels.tensor(),
-        predicted=predicted.tensor(),
+        labels=figures.labels.tensor(),
+        predicted=figures.predicted.tensor(),
         confidence=figures.confidence.tensor(),
         ood_confidence=None if ood_images is None else figures.ood_confidence.tensor(),
         figures=figures.result(),
