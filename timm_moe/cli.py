@@ -276,7 +276,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     images, ood_images = _images(args)
     _check_outside([args.json], images, ood_images)
     result = evaluate(args.sources, images, ood_images, **_loading(args))
-    show(*args.sources, *table(result).split("\n"))
+    show(*args.sources, *table(result))
     _write_result(args, metrics=result)
 
 
@@ -322,7 +322,7 @@ def _fewshot(args: argparse.Namespace) -> None:
         [args.json], *(images for folder in folders for images in (folder.train, folder.test))
     )
     results = fewshot(args.sources, folders, args.shots, args.draws, args.seed, **_loading(args))
-    show(*args.sources, *fewshot_table(results).split("\n"))
+    show(*args.sources, *fewshot_table(results))
     _write_result(args, results=[asdict(result) for result in results])
 
 
@@ -403,7 +403,7 @@ def _routes(args: argparse.Namespace) -> None:
         args.output_dir,
         args.overwrite,
     )
-    show(args.source, *routes_table(summary).split("\n"))
+    show(args.source, *routes_table(summary))
 
 
 def _routes_of_patches(

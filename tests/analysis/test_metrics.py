@@ -22,7 +22,7 @@ def case(golden):
         (metrics.NegativeLogLikelihood, "nll"),
         (metrics.ErrorRate, "error"),
         (metrics.BrierScore, "brier"),
-        (lambda from_logits: metrics.CalibrationError(6, from_logits), "ece15"),
+        (lambda: metrics.CalibrationError(6), "ece15"),
         (metrics.PairwiseKL, "kl_pairs_i_lt_j"),
         (metrics.CosineSimilarity, "cosine_similarity"),
         (metrics.Disagreement, "disagreement"),
@@ -32,8 +32,8 @@ def case(golden):
 @pytest.mark.first_case
 def test_values_of_the_golden_file_over_batches(case, make, key, from_logits):
     arrays, logits, labels = case
-    metric = make(from_logits)
-    outputs = logits if from_logits else logits.softmax(2)
+    metric = make()
+    outputs = logits if from_logits else logits.softmax(2).log()
     for part, target in zip(outputs.split(130), labels.split(130), strict=True):
         metric.update(part, target)
     torch.testing.assert_close(metric.compute().double(), arrays[key], rtol=1e-6, atol=1e-6)
@@ -42,8 +42,9 @@ def test_values_of_the_golden_file_over_batches(case, make, key, from_logits):
 def test_probabilities_that_rounding_brings_above_one():
     """torchmetrics takes a batch with any value above 1 for logits."""
     labels = torch.zeros(4, dtype=torch.long)
-    calibration = metrics.CalibrationError(2, from_logits=False)
-    calibration.update(torch.tensor([[0.9, 0.1], [1.0000001, 0.0], [0.9, 0.1], [1.0, 0.0]]), labels)
+    calibration = metrics.CalibrationError(2)
+    outputs = torch.tensor([[0.9, 0.1], [1.0000001, 0.0], [0.9, 0.1], [1.0, 0.0]]).log()
+    calibration.update(outputs, labels)
     assert calibration.compute() == pytest.approx(0.05, abs=1e-6)
     # Equal as logits.
     close_scores = torch.tensor([1.0000001, 0.9999999]), torch.tensor([0.9999998, 0.2])
@@ -74,28 +75,26 @@ def slow_calibration_error(confidence, correct, bins=15):
 def test_calibration_error_has_fifteen_bins_of_which_the_last_holds_one(cases):
     confidence = torch.tensor([confidence for confidence, _ in cases])
     correct = torch.tensor([correct for _, correct in cases])
-    metric = metrics.CalibrationError(2, from_logits=False)
+    outputs = torch.stack([confidence, 1 - confidence], 1).log()
+    metric = metrics.CalibrationError(2)
     for part in (slice(0, 7), slice(7, None)):
         if len(confidence[part]):
-            metric.update(
-                torch.stack([confidence, 1 - confidence], 1)[part], (~correct).long()[part]
-            )
-    outputs = torch.stack([confidence, 1 - confidence], 1)
+            metric.update(outputs[part], (~correct).long()[part])
     # A logarithm and back.
-    seen, predicted = metrics.log_probabilities(outputs, False)[:, 0].exp().clamp(max=1).max(1)
+    seen, predicted = metrics.log_probabilities(outputs)[:, 0].exp().clamp(max=1).max(1)
     seen, right = seen.numpy(), (predicted == (~correct).long()).numpy()
     assert metric.compute().item() == pytest.approx(slow_calibration_error(seen, right), abs=1e-9)
     np.testing.assert_allclose(seen, confidence.numpy(), atol=1e-6)
 
 
 def test_a_confidence_of_one_shares_its_bin():
-    metric = metrics.CalibrationError(2, from_logits=False)
-    metric.update(torch.tensor([[1.0, 0.0], [0.95, 0.05]]), torch.tensor([1, 0]))
+    metric = metrics.CalibrationError(2)
+    metric.update(torch.tensor([[1.0, 0.0], [0.95, 0.05]]).log(), torch.tensor([1, 0]))
     # With a bin of its own, (1 + 0.05) / 2.
     assert metric.compute() == pytest.approx((1.95 - 1) / 2)
     # A bin holds its lower bound.
-    metric = metrics.CalibrationError(2, from_logits=False, n_bins=10)
-    metric.update(torch.tensor([[0.5, 0.5], [0.55, 0.45]]), torch.tensor([1, 0]))
+    metric = metrics.CalibrationError(2, n_bins=10)
+    metric.update(torch.tensor([[0.5, 0.5], [0.55, 0.45]]).log(), torch.tensor([1, 0]))
     assert metric.compute() == pytest.approx((1.05 - 1) / 2)
 
 

@@ -152,20 +152,6 @@ def test_a_collection_is_its_metrics(called):
         close(result, value(ALL[name](), batches[1]))
 
 
-def test_a_collection_of_one_metric_by_different_options():
-    """Probabilities are logits too, which give the same states where all members agree."""
-    probabilities = data()[0].softmax(2)
-    sure = torch.full((1, MEMBERS, CLASSES), 1 / CLASSES)
-    batches = [(sure, torch.tensor([0])), (probabilities, data()[1])]
-    for make in ALL.values():
-        collection = MetricCollection({"of logits": make(True), "of probabilities": make(False)})
-        for batch in batches:
-            collection.update(*batch)
-        result = collection.compute()
-        close(result["of logits"], value(make(True), *batches))
-        close(result["of probabilities"], value(make(False), *batches))
-
-
 def worker(rank, folder):
     join_group(rank, folder)
     for make in ALL.values():
@@ -198,21 +184,6 @@ def test_a_metric_takes_any_floating_point_type(name, dtype):
     expected = value(ALL[name](), (outputs.double(), labels))
     torch.testing.assert_close(
         value(ALL[name](), (outputs, labels.int())), expected, rtol=1e-5, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_probabilities_of_a_narrow_type(dtype):
-    """They sum to 1 as far as their type can tell."""
-    generator = torch.Generator().manual_seed(0)
-    probabilities = (torch.randn(500, 1000, generator=generator) * 6).softmax(1)
-    labels = probabilities.argmax(1)
-    expected = value(metrics.NegativeLogLikelihood(False), (probabilities, labels))
-    torch.testing.assert_close(
-        value(metrics.NegativeLogLikelihood(False), (probabilities.to(dtype), labels)),
-        expected,
-        rtol=1e-2,
-        atol=1e-2,
     )
 
 

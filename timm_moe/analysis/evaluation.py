@@ -218,7 +218,8 @@ def confidence(log_p_BMC: Tensor) -> Tensor:
     return metrics.ensemble_log_probabilities(log_p_BMC).amax(1).exp()
 
 
-def table(result: dict[str, float]) -> str:
-    """Write a line for each number."""
-    rows = ((*LABELS[name], value) for name, value in result.items())
-    return "\n".join(f"  {label:<24} {layout.format(value)}" for label, layout, value in rows)
+def table(result: dict[str, float]) -> Iterator[str]:
+    """Yield a line for each number."""
+    for name, value in result.items():
+        label, layout = LABELS[name]
+        yield f"  {label:<24} {layout.format(value)}"

@@ -11,7 +11,7 @@ penalties, R runs.
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -316,15 +316,13 @@ def _best_penalty(accuracy_RL: Tensor) -> int:
     return int(above_RLL.sign().sum(2).mean(0).argmax())
 
 
-def table(results: Sequence[Result]) -> str:
-    """Write a line for each result."""
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Yield a line for each result, and what they are."""
     width = max(len(result.folder) for result in results)
-    lines = []
     for result in results:
         error = "" if result.standard_error is None else f" ± {result.standard_error:.2%}"
         kind = f"{result.folder:<{width}}  {result.shots:>4} shots  {result.members:<8}"
-        lines.append(f"  {kind}  {result.accuracy:.2%}{error}  (penalty {result.penalty:g})")
+        yield f"  {kind}  {result.accuracy:.2%}{error}  (penalty {result.penalty:g})"
     if any(result.standard_error is not None for result in results):
-        lines.append("  ± is the standard error over the draws of the images.")
-    lines.append("  The penalty is the best one for these images.")
-    return "\n".join(lines)
+        yield "  ± is the standard error over the draws of the images."
+    yield "  The penalty is the best one for these images."

@@ -1,8 +1,8 @@
 """Metrics of accuracy, calibration and diversity (pBE, arXiv 2110.03360, section 4 and appendix B).
 
-Each one is a torchmetrics ``Metric``. ``update`` takes a batch of labels (B,) and of logits or
-probabilities (B, C), or (B, M, C) of the M members of an ensemble, which predicts the mean of their
-probabilities. A logit of -inf leaves its class out.
+Each one is a torchmetrics ``Metric``. ``update`` takes a batch of labels (B,) and of logits (B, C),
+or (B, M, C) of the M members of an ensemble, which predicts the mean of their probabilities.
+Logarithms of probabilities are logits. A logit of -inf leaves its class out.
 """
 
 from typing import Any
@@ -24,38 +24,27 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-def log_probabilities(outputs: Tensor, from_logits: bool = True) -> Tensor:
+def log_probabilities(outputs: Tensor) -> Tensor:
     """Return the log-probabilities (B, M, C) of each member.
 
     Args:
-        outputs: logits or probabilities of shape (B, C) or (B, M, C).
-        from_logits: whether they are logits.
+        outputs: logits of shape (B, C) or (B, M, C).
 
     Raises:
-        ValueError: on another shape, NaN, or probabilities that do not sum to 1.
+        ValueError: on another shape, NaN, or an image without a finite logit.
     """
     if outputs.ndim not in (2, 3):
         raise ValueError(
             f"Outputs must have shape (B, C) or (B, M, C), got {tuple(outputs.shape)}."
         )
-    tolerance = max(1e-3, torch.finfo(outputs.dtype).eps) if outputs.is_floating_point() else 1e-3
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     outputs = outputs.unsqueeze(1) if outputs.ndim == 2 else outputs
-    if from_logits:
-        log_p_BMC = outputs.log_softmax(2)
-        if log_p_BMC.isnan().any():
-            raise ValueError(
-                "Logits must not be NaN or inf, and each image needs one that is not -inf."
-            )
-        return log_p_BMC
-    if (outputs < 0).any() or not torch.allclose(
-        outputs.sum(2), outputs.new_ones(()), atol=tolerance
-    ):
+    log_p_BMC = outputs.log_softmax(2)
+    if log_p_BMC.isnan().any():
         raise ValueError(
-            "Probabilities must not be negative or NaN, and must sum to 1; from_logits=True is for "
-            "logits."
+            "Logits must not be NaN or inf, and each image needs one that is not -inf."
         )
-    return outputs.clamp(min=torch.finfo(outputs.dtype).tiny).log()
+    return log_p_BMC
 
 
 def _check_labels(labels: Tensor, images: int, classes: int) -> None:
@@ -83,12 +72,11 @@ class _Metric(Metric):
 class _MeanOverImages(_Metric):
     """Mean of K numbers of each image, in float64."""
 
-    def __init__(self, from_logits: bool = True, numbers: int = 1, **kwargs: Any):
+    def __init__(self, numbers: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
-        self.from_logits = from_logits
         # MetricCollection updates only one of several metrics whose states have the same names and
         # first values, so the name of the state tells the metrics apart.
-        self._state = f"{type(self).__name__}_of_{'logits' if from_logits else 'probabilities'}"
+        self._state = f"sums_of_{type(self).__name__}"
         zeros = torch.zeros(numbers + 1, dtype=torch.float64, device="cpu")
         self.add_state(self._state, zeros, dist_reduce_fx="sum")
 
@@ -100,9 +88,9 @@ class _MeanOverImages(_Metric):
         """Add a batch.
 
         Raises:
-            ValueError: on wrong shapes or labels, NaN, or probabilities that do not sum to 1.
+            ValueError: on wrong shapes or labels, or NaN.
         """
-        log_p_BMC = log_probabilities(outputs, self.from_logits)
+        log_p_BMC = log_probabilities(outputs)
         images, _, classes = log_p_BMC.shape
         _check_labels(labels, images, classes)
         sums = getattr(self, self._state)
@@ -154,8 +142,8 @@ class CalibrationError(_MeanOverImages):
     another number of classes.
     """
 
-    def __init__(self, num_classes: int, from_logits: bool = True, n_bins: int = 15, **kwargs: Any):
-        super().__init__(from_logits, n_bins, **kwargs)
+    def __init__(self, num_classes: int, n_bins: int = 15, **kwargs: Any):
+        super().__init__(n_bins, **kwargs)
         self.num_classes, self.n_bins = num_classes, n_bins
 
     def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
@@ -223,8 +211,8 @@ class NormalizedDisagreement(Disagreement):
     It is 0 if both are 0, and infinite if only the error rate is 0.
     """
 
-    def __init__(self, from_logits: bool = True, **kwargs: Any):
-        super().__init__(from_logits, 2, **kwargs)
+    def __init__(self, **kwargs: Any):
+        super().__init__(2, **kwargs)
 
     def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         wrong = ensemble_log_probabilities(log_p_BMC).argmax(1) != labels

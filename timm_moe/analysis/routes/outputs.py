@@ -25,32 +25,31 @@ NAMED = 110
 PLOT_WIDTH, PANEL_HEIGHT = 22.0, 11.0
 
 
-def table(summary: Mapping[str, Any]) -> str:
-    """Write the summary by :func:`timm_moe.analysis.routes.statistics.summarize_all` as text."""
+def table(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the summary by :func:`timm_moe.analysis.routes.statistics.summarize_all` in lines."""
     layers = summary["layers"]
     width = max(len("layer"), *(len(layer["layer"]) for layer in layers))
-    lines = [
+    yield (
         f"{'layer':<{width}}  experts  largest share  I(class; expert)  / H(expert)  by chance  "
         "experts/image  kept"
-    ]
+    )
     for layer in layers:
-        lines += [
+        yield (
             f"{layer['layer']:<{width}}  {layer['experts']:>7}  "
             f"{layer['mean_largest_share']:>13.1%}  {layer['mutual_information']:>11.3f} nats  "
             f"{layer['normalized']:>11.3f}  {layer['by_chance']:>9.3f}  "
-            f"{layer['experts_per_image']:>13.2f}  {'yes' if layer['kept'] else 'no':>4}",
-            f"{'  load, %':<{width}}  " + " ".join(f"{100 * share:.1f}" for share in layer["load"]),
-        ]
+            f"{layer['experts_per_image']:>13.2f}  {'yes' if layer['kept'] else 'no':>4}"
+        )
+        yield f"{'  load, %':<{width}}  " + " ".join(
+            f"{100 * share:.1f}" for share in layer["load"]
+        )
     kept = ", ".join(layer["layer"] for layer in layers if layer["kept"]) or "none"
     images = f"images {summary['images']:,}" + (
         f", patches {summary['patches']:,}" if "patches" in summary else ""
     )
-    lines += [
-        f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}",
-        f"routing degree {summary['routing_degree']:,}",
-        f"layers worth keeping: {kept}; routing degree {summary['routing_degree_of_kept']:,}",
-    ]
-    return "\n".join(lines)
+    yield f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}"
+    yield f"routing degree {summary['routing_degree']:,}"
+    yield f"layers worth keeping: {kept}; routing degree {summary['routing_degree_of_kept']:,}"
 
 
 def class_shares(all_routes: Sequence[Routes]) -> Iterator[list[Any]]:
