@@ -38,9 +38,9 @@ from .analysis.fewshot import table as fewshot_table
 from .analysis.info import activation_bytes, byte_text, measure, model_info
 from .analysis.norms import norm_divergence
 from .analysis.routes.mixtures import collect_mixtures, mixing_layers
-from .analysis.routes.outputs import FILES as ROUTES_FILES
-from .analysis.routes.outputs import class_shares, plot, plot_mixtures, write_routes
-from .analysis.routes.outputs import table as routes_table
+from .analysis.routes.results import FILES as ROUTES_FILES
+from .analysis.routes.results import class_shares, plot, plot_mixtures, write_routes
+from .analysis.routes.results import table as routes_table
 from .analysis.routes.segmentation import MaskedImages, read_names
 from .analysis.routes.statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .checkpoints import swin_moe, vmoe

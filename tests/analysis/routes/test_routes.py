@@ -18,7 +18,7 @@ from torch import nn
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder
-from timm_moe.analysis.routes.outputs import display_order, plot
+from timm_moe.analysis.routes.results import display_order, plot
 from timm_moe.analysis.routes.statistics import (
     RouterWatcher,
     Routes,
