@@ -245,6 +245,20 @@ def test_results_of_other_weights_are_left_out(checkpoint, tmp_path, change):
     assert "## Results" not in push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
 
 
+@pytest.mark.parametrize("classes", [5, 6])
+def test_of_five_classes_one_of_five_answers_is_always_right(checkpoint, tmp_path, classes):
+    content = torch.load(checkpoint, weights_only=False)
+    model = timm.create_model(
+        "vit_tiny_ewa_moe", **{**SMALL_VIT, "num_classes": classes}, num_experts=3
+    )
+    content["args"].num_classes, content["state_dict"] = classes, model.state_dict()
+    torch.save(content, tmp_path / "last.pth.tar")
+    shutil.copy(checkpoint.parent / "summary.csv", tmp_path)
+    card = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+    assert "| top-1 accuracy (%) | 51.25 |" in card
+    assert ("| top-5 accuracy (%) | 81.5 |" in card) == (classes > 5)
+
+
 @pytest.mark.parametrize("task", ["classification", "multilabel"])
 @pytest.mark.first_case
 def test_results_of_newer_train_py(checkpoints, tmp_path, task):
