@@ -19,10 +19,10 @@ def test_a_model_with_averaged_and_routed_layers_is_not_exported_as_a_mean():
 
 def test_layers_that_differ_are_told_of():
     model = timm.create_model("vit_tiny_patch16_224", depth=4)
-    timm_moe.convert_to_moe(model, router="top_k", num_experts=2, moe_layers="1")
-    timm_moe.convert_to_moe(model, router="top_k", num_experts=8, top_k=2, moe_layers="3")
+    timm_moe.convert_to_moe(model, router="top_k", num_experts=12, top_k=10, moe_layers="1")
+    timm_moe.convert_to_moe(model, router="top_k", num_experts=4, top_k=2, moe_layers="3")
     text = measure(model.to("meta"), "x").rows()["experts"]
-    assert text == "2/8 in each of 2 layers, the model has 4 blocks, a token takes 1/2"
+    assert text == "4/12 in each of 2 layers, the model has 4 blocks, a token takes 2/10"
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,7 @@ def _best_penalty(accuracy_RL: Tensor) -> int:
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a line for each result, and what they are."""
+    """Yield a line for each result, then remarks on them."""
     width = max(len(result.folder) for result in results)
     for result in results:
         error = "" if result.standard_error is None else f" ± {result.standard_error:.2%}"

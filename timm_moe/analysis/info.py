@@ -1,6 +1,7 @@
 """Sizes and cost of a model: all parameters, those that a token passes through, operations."""
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,7 +141,7 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         moe_layers=list(moe_layers(model)),
         blocks=sum(module in networks for _, module in model.named_modules(remove_duplicate=False)),
         num_experts=numbers_of_experts(layers),
-        experts_of_row="/".join(sorted({_experts_of_row(layer.router) for layer in layers})),
+        experts_of_row=_experts_of_row([layer.router for layer in layers]),
         routing_unit=layers[0].router.routing_unit if layers else "token",
         members=getattr(model, "ensemble_size", 1),
         total=parameters(model),
@@ -151,12 +152,16 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
     )
 
 
-def _experts_of_row(router: Router) -> str:
-    """Write the number of experts that a token passes through in a router's layer."""
-    number = router.experts_of_row()
-    if router.number_varies:
-        return f"up to {number}"
-    return f"{number:g}" if number % 1 == 0 else f"{number:g} on average"
+def _experts_of_row(routers: Sequence[Router]) -> str:
+    """Write the different numbers of experts that a token passes through in routers' layers."""
+    numbers: list[str] = []
+    for router in sorted(routers, key=lambda router: router.experts_of_row()):
+        number = router.experts_of_row()
+        if router.number_varies:
+            numbers.append(f"up to {number}")
+        else:
+            numbers.append(f"{number:g}" if number % 1 == 0 else f"{number:g} on average")
+    return "/".join(dict.fromkeys(numbers))
 
 
 def _dense_twin(model: nn.Module, name: str, kwargs: dict[str, Any]) -> str | None:
