@@ -519,14 +519,18 @@ class TestModes:
         assert evaluate([model], image_folder(folder), inference=HERE)["nll"] != opaque
 
     def test_more_than_eight_bits_are_refused(self, folder):
-        """Pillow would make all of them white."""
+        """Pillow would make them white, and timm's loader would take their lowest bits."""
         file = folder / "val/class1/0.png"
         model = make_model("vit_tiny_patch16_224", in_chans=1)
         Image.new("I;16", (32, 32), 255).save(file)
         evaluate([model], image_folder(folder), inference=HERE)
         Image.new("I;16", (32, 32), 256).save(file)
-        with pytest.raises(ValueError, match=r"class1/0\.png cannot be read: .*more than 8 bits"):
-            evaluate([model], image_folder(folder), inference=HERE)
+        for mode in ("L", "I;16"):  # train.py --input-img-mode
+            model.args_of_images = {"input_img_mode": mode}
+            with pytest.raises(
+                ValueError, match=r"class1/0\.png cannot be read: .*more than 8 bits"
+            ):
+                evaluate([model], image_folder(folder), inference=HERE)
 
     @pytest.mark.parametrize(
         ("channels", "mode"), [(6, None), (3, "CMYK"), (3, "L"), (1, "RGB"), (3, "a mode")]

@@ -236,10 +236,10 @@ def read_image(file: Any, mode: str | None = None) -> Image.Image:
         image: Image.Image = Image.open(file, formats=FORMATS)
         image.load()
         is_wide = image.mode.startswith(("I", "F"))
-        if is_wide and mode not in (None, image.mode) and np.asarray(image).max() > 255:
+        if is_wide and mode is not None and np.asarray(image).max() > 255:
             raise ValueError(
                 f"it has more than 8 bits in a channel (mode {image.mode}), of which timm, in "
-                "train.py too, makes white: write 8 bits."
+                "train.py too, makes white or takes the lowest 8: write 8 bits."
             )
         return image if mode is None else image.convert(mode)
     except Exception as error:  # a damaged image may end in anything
