@@ -378,7 +378,9 @@ def _routes(args: argparse.Namespace) -> None:
         _check_outside([args.output_dir], images)
         (model,), images = load_classifiers([args.source], images, **loading)
         if mixing := mixing_layers(model):
-            others = [path for path in moe_layers(model) if path not in mixing]
+            others = [
+                path for path, layer in moe_layers(model).items() if layer.router.depends_on_input
+            ]
             if others:
                 _logger.warning(
                     f"Of {args.source} the layers {', '.join(mixing)} are shown, whose tokens do "
@@ -619,9 +621,9 @@ def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse
     file = Path(args.output).as_posix()
     show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{file}")')
     if is_registered_here(imported.name):  # An imported model without experts is timm's own.
-        top_k = model_info(imported.name, **imported.kwargs).experts_of_row
+        number = model_info(imported.name, **imported.kwargs).experts_of_row
         show(
-            f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless "
+            f"The checkpoint does not say how many experts a token takes: top_k is {number} unless "
             "you state it."
         )
 

@@ -80,6 +80,8 @@ def check_preprocessing(stated: Mapping[str, Any], *channels: int) -> None:
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:
     """Write arguments of timm's scripts to the config of a timm model.
 
+    What timm states for tests of its own weights goes, if they are prepared otherwise now.
+
     Args:
         model: the model.
         stated: arguments of timm's scripts by their names; others are ignored.
@@ -113,6 +115,7 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
         raise ValueError(
             f"The model is built for images of {built} pixels and takes none of {wanted}. {remedy}"
         )
+    drop_tests_of_timm(model)
     return entries
 
 

@@ -627,6 +627,15 @@ def test_a_checkpoint_that_holds_ema_weights_too_says_so(
     assert said == (not use_ema and not on_cpu)
 
 
+def test_a_stated_preprocessing_is_that_of_timms_tests_too():
+    """timm's config of ConvNeXt has another crop and size for tests of its own weights."""
+    model = timm.create_model("convnext_atto.d2_in1k")
+    assert model.pretrained_cfg["test_input_size"] == (3, 288, 288)
+    stated = ModelSpec(preprocessing={"mean": (0.1, 0.1, 0.1), "std": (0.3, 0.3, 0.3)})
+    cfg = load_source(model, stated).pretrained_cfg
+    assert not [name for name in cfg if name.startswith("test_") and cfg[name] is not None]
+
+
 def test_info_takes_ema_weights(ewa_vit, tmp_path, capsys):
     """The error of a file that holds nothing else names the option."""
     torch.save({"state_dict_ema": ewa_vit.state_dict()}, tmp_path / "ema.pth")

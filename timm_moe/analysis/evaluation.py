@@ -160,8 +160,9 @@ class Figures:
             for metric in self._of_member.values():
                 metric.update(log_p_BMC.flatten(0, 1), labels.repeat_interleave(self.members))
         self.labels.add(labels)
-        self.predicted.add(metrics.ensemble_log_probabilities(log_p_BMC).argmax(1))
-        self.confidence.add(confidence(log_p_BMC))
+        log_p_B, predicted_B = metrics.ensemble_log_probabilities(log_p_BMC).max(1)
+        self.predicted.add(predicted_B)
+        self.confidence.add(log_p_B.exp())
 
     def update_ood(self, log_p_BMC: Tensor) -> None:
         """Add log-probabilities (B, M, C) of images of other data."""

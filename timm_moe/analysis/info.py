@@ -51,7 +51,8 @@ class ModelInfo:
     name: str
     moe_layers: list[str]
     blocks: int  #: number of blocks that could hold an expert layer; in WideNet all share one
-    num_experts: str  #: experts in each layer, as "4", or "4/8" if layers differ
+    #: experts in each layer, as "4", or "4/8" if layers differ; empty, as the next, without any
+    num_experts: str
     #: experts that a token passes through in each layer in training, or the most, or their mean,
     #: as "2", "1/2", "1.5 on average" or "up to 4"
     experts_of_row: str
@@ -155,13 +156,12 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
 def _experts_of_row(routers: Sequence[Router]) -> str:
     """Write the different numbers of experts that a token passes through in routers' layers."""
     numbers: list[str] = []
-    for router in sorted(routers, key=lambda router: router.experts_of_row()):
-        number = router.experts_of_row()
-        if router.number_varies:
+    for number, varies in sorted({(each.experts_of_row(), each.number_varies) for each in routers}):
+        if varies:
             numbers.append(f"up to {number}")
         else:
             numbers.append(f"{number:g}" if number % 1 == 0 else f"{number:g} on average")
-    return "/".join(dict.fromkeys(numbers))
+    return "/".join(numbers)
 
 
 def _dense_twin(model: nn.Module, name: str, kwargs: dict[str, Any]) -> str | None:

@@ -72,7 +72,7 @@ class _Metric(Metric):
 class _MeanOverImages(_Metric):
     """Mean of K numbers of each image, in float64."""
 
-    def __init__(self, numbers: int = 1, **kwargs: Any):
+    def __init__(self, *, numbers: int = 1, **kwargs: Any):
         super().__init__(**kwargs)
         # MetricCollection updates only one of several metrics whose states have the same names and
         # first values, so the name of the state tells the metrics apart.
@@ -142,8 +142,8 @@ class CalibrationError(_MeanOverImages):
     another number of classes.
     """
 
-    def __init__(self, num_classes: int, n_bins: int = 15, **kwargs: Any):
-        super().__init__(n_bins, **kwargs)
+    def __init__(self, num_classes: int, *, n_bins: int = 15, **kwargs: Any):
+        super().__init__(numbers=n_bins, **kwargs)
         self.num_classes, self.n_bins = num_classes, n_bins
 
     def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class NormalizedDisagreement(Disagreement):
     """
 
     def __init__(self, **kwargs: Any):
-        super().__init__(2, **kwargs)
+        super().__init__(numbers=2, **kwargs)
 
     def _per_image(self, log_p_BMC: Tensor, labels: Tensor) -> Tensor:
         wrong = ensemble_log_probabilities(log_p_BMC).argmax(1) != labels

@@ -14,7 +14,7 @@ from ..convert.check import computed_by, computing_hook
 from ..convert.dense import require_weights
 from ..convert.wrappers import copied, unwrapped
 from ..files import local_path
-from ..model_config import drop_tests_of_timm, is_of_timm, state_preprocessing, timm_model_in
+from ..model_config import is_of_timm, state_preprocessing, timm_model_in
 from .checkpoint_file import load_file
 from .description import SOURCE_PREFIXES
 from .image_settings import log_images_of
@@ -105,8 +105,7 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
     if use_ema:
         _warn_of_one_kind(f"This {type(model).__name__}")
     if is_of_timm(model):
-        drop_tests_of_timm(model)
-        log_images_of(model, state_preprocessing(model, spec.preprocessing) if spec else ())
+        log_images_of(model, state_preprocessing(model, spec.preprocessing if spec else {}))
     return model
 
 

@@ -83,7 +83,7 @@ def _heading(sections: Iterable[Section]) -> Section:
 
     The text explains words of the parts, so it is there if one of them needs it.
     """
-    return max(sections, key=lambda section: len(section.text))
+    return max(sections, key=lambda section: bool(section.text))
 
 
 @cache
