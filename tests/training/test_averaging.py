@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from averaging_loop import averaged, moved, spread, still_step, train_step, values
-from common import SMALL_VIT
+from common import SMALL_VIT, make_model
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -460,3 +460,12 @@ def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):
         still_step(ewa_vit, optimizer)
     assert len(caplog.messages) == 1
     assert "total_updates=10" in caplog.text
+
+
+@pytest.mark.parametrize("total_updates", [0, float("inf"), float("nan")])
+def test_a_run_without_an_end_has_no_schedule(total_updates):
+    """A progress of NaN would make all experts NaN, and one of 0 would never average."""
+    model = make_model("vit_tiny_ewa_moe")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="total_updates must be at least 1"):
+        ExpertWeightAveraging(model, optimizer, total_updates=total_updates)

@@ -1,6 +1,7 @@
 """Averaging of the experts after each optimizer step (EWA, section 3.2)."""
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -152,8 +153,11 @@ class ExpertWeightAveraging:
         *,
         total_updates: int,
     ):
-        if total_updates < 1:
-            raise ValueError(f"total_updates must be at least 1, got {total_updates}.")
+        # Lightning gives inf for a run without an end.
+        if not 1 <= total_updates < math.inf:
+            raise ValueError(
+                f"total_updates must be at least 1, and no infinity, got {total_updates}."
+            )
         optimizer = with_hooks(optimizer)
         if self.of(optimizer) is not None:
             raise ValueError(
