@@ -15,7 +15,7 @@ def case(golden):
     return arrays, arrays["logits_MNC"].transpose(0, 1), arrays["labels"]
 
 
-@pytest.mark.parametrize("from_logits", [True, False])
+@pytest.mark.parametrize("are_logits", [True, False])
 @pytest.mark.parametrize(
     ("make", "key"),
     [
@@ -30,10 +30,10 @@ def case(golden):
     ],
 )
 @pytest.mark.first_case
-def test_values_of_the_golden_file_over_batches(case, make, key, from_logits):
+def test_values_of_the_golden_file_over_batches(case, make, key, are_logits):
     arrays, logits, labels = case
     metric = make()
-    outputs = logits if from_logits else logits.softmax(2).log()
+    outputs = logits if are_logits else logits.softmax(2).log()
     for part, target in zip(outputs.split(130), labels.split(130), strict=True):
         metric.update(part, target)
     torch.testing.assert_close(metric.compute().double(), arrays[key], rtol=1e-6, atol=1e-6)
@@ -46,6 +46,15 @@ def test_probabilities_that_rounding_brings_above_one():
     outputs = torch.tensor([[0.9, 0.1], [1.0000001, 0.0], [0.9, 0.1], [1.0, 0.0]]).log()
     calibration.update(outputs, labels)
     assert calibration.compute() == pytest.approx(0.05, abs=1e-6)
+    # The mean of seven members' probabilities is above 1 for some images.
+    sure = torch.zeros(500, 7, 3)
+    sure[..., 0] = torch.rand(500, 7, generator=torch.Generator().manual_seed(0)) * 20 + 10
+    mean_BC = metrics.ensemble_log_probabilities(sure.log_softmax(2)).exp()
+    above = sure[mean_BC[:, 0] > 1]
+    assert len(above)
+    calibration = metrics.CalibrationError(3)
+    calibration.update(above, torch.zeros(len(above), dtype=torch.long))
+    assert calibration.compute() == 0
     # Equal as logits.
     close_scores = torch.tensor([1.0000001, 0.9999999]), torch.tensor([0.9999998, 0.2])
     assert metrics.separation(*close_scores) == {"auroc": 1, "fpr_at_95": 0}
