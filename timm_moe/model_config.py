@@ -157,13 +157,29 @@ def preprocessing(model: nn.Module) -> dict[str, Any]:
     return {**config, "input_size": size}
 
 
+#: What a classifier's outputs are, in the words of Hugging Face transformers. By default they are
+#: logits of a softmax. Those of several labels for an image are logits of sigmoids.
+MULTI_LABEL = "multi_label_classification"
+PROBLEM_TYPES = ("single_label_classification", MULTI_LABEL, "regression")
+
+
+def check_problem_type(value: Any) -> None:
+    """Raise ValueError unless a value is one of :data:`PROBLEM_TYPES`, or None."""
+    if value is not None and value not in PROBLEM_TYPES:
+        raise ValueError(
+            f"problem_type must be one of {', '.join(PROBLEM_TYPES)}, got {shown(value)}."
+        )
+
+
 def is_of_timm(model: nn.Module) -> bool:
     """Tell if ``timm.create_model`` made a model."""
     return hasattr(model, "pretrained_cfg")
 
 
 def timm_model_in(model: Any) -> nn.Module:
-    """Take timm's model out of transformers' TimmWrapper, with preprocessing and class names.
+    """Take timm's model out of transformers' TimmWrapper, with all that its config states.
+
+    This is the preprocessing, the class names and the problem type.
 
     Other models are returned as they are.
     """
@@ -177,6 +193,7 @@ def timm_model_in(model: Any) -> nn.Module:
     if inner.num_classes and names != [f"LABEL_{number}" for number in range(len(names))]:
         cfg["label_names"] = names
     change_pretrained_cfg(inner, **cfg)
+    inner.problem_type = getattr(config, "problem_type", None)
     return inner
 
 

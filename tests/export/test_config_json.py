@@ -15,8 +15,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import timm_moe
+from timm_moe.analysis.data import image_folder
+from timm_moe.analysis.evaluation import evaluate
 from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.export import export as export_module
+from timm_moe.export import push as push_module
 from timm_moe.export.push import push_folder
 from timm_moe_cli import main
 
@@ -251,3 +254,36 @@ def test_names_by_number_need_not_be_in_order(ewa_vit, tmp_path):
     ewa_vit.pretrained_cfg = {**ewa_vit.pretrained_cfg, "label_names": by_number}
     timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert _names_in(tmp_path / "vit")[0] == NAMES
+
+
+def test_several_labels_for_an_image_stay_sigmoids(ewa_vit, tmp_path, monkeypatch):
+    """config.json's problem_type is the one place that says so, whoever wrote it there."""
+    monkeypatch.chdir(tmp_path)
+
+    def problem_type(folder):
+        return json.loads((Path(folder) / "config.json").read_text()).get("problem_type")
+
+    multi_label = "multi_label_classification"
+    timm_moe.export_dense(ewa_vit, "stated", problem_type=multi_label)
+    file = save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, task="multilabel")
+    timm_moe.export_dense(file, "of train.py")
+    timm_moe.export_dense(ewa_vit, "by hand")
+    assert problem_type("by hand") is None
+    edit(Path("by hand"), lambda config: config.update(problem_type=multi_label))
+    write_images(Path("images"), {"validation": 1}, list("abcde"))
+    for folder in ("stated", "of train.py", "by hand"):
+        timm_moe.export_dense(folder, "again", overwrite=True)
+        assert (problem_type(folder), problem_type("again")) == (multi_label, multi_label)
+        with pytest.raises(ValueError, match="several labels for an image"):
+            evaluate([folder], image_folder("images"))
+    timm_moe.export_dense("stated", "other", problem_type="single_label_classification")
+    evaluate(["other"], image_folder("images"))
+    with monkeypatch.context() as patched:
+        patched.setattr(push_module, "_publish", lambda folder, *rest: problem_type(folder))
+        pushed = push_folder("other", "user/vit", dry_run=True, problem_type=multi_label)
+        assert pushed == multi_label
+    edit(Path("by hand"), lambda config: config.update(problem_type=["sigmoid"]))
+    with pytest.raises(ValueError, match=r"problem_type must be one of .*got \['sigmoid'\]"):
+        timm_moe.export_dense("by hand", "again", overwrite=True)
+    with pytest.raises(ValueError, match=r"problem_type must be one of .*got 'multilabel'"):
+        timm_moe.export_dense(ewa_vit, "again", overwrite=True, problem_type="multilabel")

@@ -261,7 +261,24 @@ def test_a_wrapper_of_a_timm_model(transformers, tmp_path, images):
     export_dense(wrapper, tmp_path / "unnamed", spec=ModelSpec(preprocessing=dict(crop_pct=0.75)))
     config = json.loads((tmp_path / "unnamed/config.json").read_text())
     assert config["pretrained_cfg"]["crop_pct"] == 0.75
-    assert "label_names" not in config
+    assert not {"label_names", "problem_type"} & config.keys()
+
+
+def test_a_wrapper_with_several_labels_for_an_image_keeps_its_sigmoids(transformers, tmp_path):
+    dense = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    export_dense(dense, tmp_path / "dense", model_args=SMALL_VIT)
+    wrapper = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path / "dense", problem_type="multi_label_classification"
+    )
+    wrapper.save_pretrained(tmp_path / "saved")
+    for number, source in enumerate([wrapper, tmp_path / "saved"]):
+        export_dense(source, tmp_path / f"vit {number}")
+        classify = transformers.pipeline("image-classification", str(tmp_path / f"vit {number}"))
+        image = Image.new("RGB", (32, 32), "red")
+        logits = wrapper(classify.preprocess(image)["pixel_values"]).logits[0]
+        scores = {result["label"]: result["score"] for result in classify(image)}
+        expected = dict(zip(wrapper.config.label2id, logits.sigmoid().tolist(), strict=True))
+        assert scores == pytest.approx(expected, rel=1e-4)
 
 
 # --- any other module

@@ -18,12 +18,19 @@ from PIL import Image
 from timm.data import ImageDataset, create_loader
 from torch import Tensor, nn
 
-from ..checkpoints.image_settings import own_numbering, stated_image_mode, stated_task
+from ..checkpoints.image_settings import own_numbering, stated_image_mode
 from ..checkpoints.model_spec import ModelSpec
 from ..checkpoints.source import load_source
 from ..convert.wrappers import unwrapped
 from ..files import local_path
-from ..model_config import classes_of, moved_class, preprocessing, renamed_class, stated_names
+from ..model_config import (
+    MULTI_LABEL,
+    classes_of,
+    moved_class,
+    preprocessing,
+    renamed_class,
+    stated_names,
+)
 from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
 
 __all__ = [
@@ -132,7 +139,7 @@ def load_classifiers(
         if not isinstance(source, nn.Module):
             _logger.info("Loading %s ...", source)
         model, name = open_model(source, spec, use_ema, inference), describe_source(source)
-        if stated_task(model) == "multilabel":
+        if getattr(model, "problem_type", None) == MULTI_LABEL:
             raise ValueError(
                 f"{name} was trained with several labels for an image; only one can be measured "
                 "here."

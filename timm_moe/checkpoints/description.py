@@ -23,7 +23,7 @@ from torch import nn
 
 from ..console import is_single, shown, shown_name
 from ..convert.registry import get_spec, moe_options
-from ..model_config import check_preprocessing
+from ..model_config import check_preprocessing, check_problem_type
 from ..models.mixin import constructor_arguments
 from ..models.registered import check_registered, is_registered_here
 from ..timm_classes import timm_classes
@@ -65,6 +65,7 @@ class Blueprint:
     args: dict[str, Any] = field(default_factory=dict)
     #: timm's config of the weights; by default the registered one
     pretrained_cfg: dict[str, Any] | None = None
+    problem_type: str | None = None  #: what the outputs are, as transformers names it
     recorded: Any = None  #: what an export has written of the training, for its own reading
 
 
@@ -87,7 +88,9 @@ def read_config(file: Path, overridden: Collection[str] = ()) -> Blueprint:
     check_arguments(architecture, args, "config.json")
     cfg = _pretrained_cfg(config, args.get("num_classes"))
     args = {"num_classes": cfg.get("num_classes"), **args}  # even if 0, for which ViMoE takes 1000
-    return Blueprint(architecture, args, cfg, recorded=config.get(ENTRY))
+    problem_type = config.get("problem_type")
+    check_problem_type(problem_type)
+    return Blueprint(architecture, args, cfg, problem_type, recorded=config.get(ENTRY))
 
 
 def _refuse_constant(text: str) -> None:

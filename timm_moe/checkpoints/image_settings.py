@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..console import shown_name
-from ..model_config import get_pretrained_cfg, preprocessing, state_preprocessing
+from ..model_config import MULTI_LABEL, get_pretrained_cfg, preprocessing, state_preprocessing
 from .description import OF_IMAGES, is_bce
 from .model_spec import ModelSpec, Origin
 
@@ -69,7 +69,7 @@ def _log_images(model: nn.Module, source: str, origins: Mapping[str, str]) -> No
 
 def keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path) -> None:
     """Keep on the model what its trainer was told of images and timm's config has no place for."""
-    names = ("input_img_mode", "class_map", "task", "dataset")
+    names = ("input_img_mode", "class_map", "dataset")
     stated = {name: train_args.get(name) for name in names}
     kept = {name: value[:200] for name, value in stated.items() if value and isinstance(value, str)}
     model.args_of_images = kept  # type: ignore[assignment]
@@ -82,6 +82,8 @@ def keep_args_of_images(model: nn.Module, train_args: dict[str, Any], path: Path
         )
     if is_bce(train_args):
         kept["loss"] = "bce"
+    if train_args.get("task") == "multilabel":
+        model.problem_type = MULTI_LABEL  # type: ignore[assignment]
     if train_args.get("input_key") and "dataset" not in kept:
         _logger.warning(
             f"{path} was trained with --input-key, so on certain files of a folder: here all "
@@ -117,12 +119,6 @@ def stated_image_mode(model: nn.Module) -> str | None:
     """Return the mode of Pillow of a model's images in its training, if train.py was told one."""
     args: dict[str, str] = getattr(model, "args_of_images", {})
     return _recorded(model, "image_mode") or args.get("input_img_mode")
-
-
-def stated_task(model: nn.Module) -> str | None:
-    """Return the task of a model's training, if train.py was told one, as ``"multilabel"``."""
-    args: dict[str, str] = getattr(model, "args_of_images", {})
-    return _recorded(model, "task") or args.get("task")
 
 
 def took_bce(model: nn.Module) -> bool:

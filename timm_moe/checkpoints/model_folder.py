@@ -54,6 +54,7 @@ def load_folder(name: str, spec: ModelSpec, called: str | None = None) -> nn.Mod
         key: "its config.json" if key in described else DEFAULT for key in preprocessing(model)
     }
     prepare(model, spec, origins, called or place, blueprint.architecture)
+    model.problem_type = blueprint.problem_type  # type: ignore[assignment]
     model.origin = Origin(  # type: ignore[assignment]
         place, folder_of(name), recorded=blueprint.recorded
     )

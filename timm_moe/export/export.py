@@ -98,9 +98,9 @@ def export_dense(
         svd_ratio: for ``method="svd"``, see there.
         overwrite: replace the model in a folder that already holds something.
         **options: ``spec``, ``use_ema``, ``model_args``, ``license``, ``example_inputs``,
-            ``label_names`` and ``label_descriptions``; see :class:`timm_moe.export.ModelOptions`. A
-            model of transformers that does not state its image size needs ``example_inputs``; other
-            modules are not compared without them.
+            ``label_names``, ``label_descriptions`` and ``problem_type``; see
+            :class:`timm_moe.export.ModelOptions`. A model of transformers that does not state its
+            image size needs ``example_inputs``; other modules are not compared without them.
 
     Raises:
         ValueError: if the source cannot be read, has no experts for a method but ``"average"``, has

@@ -174,7 +174,8 @@ def layout_of(
             model, history, _describe(model, settings, history), settings.model_args or {}, loader
         )
     is_foreign = not is_of_transformers(model)
-    for name in ("model_args", "label_descriptions", *(["label_names"] if is_foreign else [])):
+    of_timm = ("model_args", "label_descriptions", "problem_type")
+    for name in (*of_timm, *(["label_names"] if is_foreign else [])):
         if getattr(settings, name) is not None:
             raise ValueError(
                 f"{name} has no meaning for this {type(model).__name__}, which timm did not make."
@@ -194,7 +195,7 @@ def _describe(model: nn.Module, settings: ModelOptions, history: History) -> dic
     """Write the licence to a timm model's config.
 
     Returns:
-        The entries of config.json on the classes.
+        The entries of config.json on the classes and the outputs.
     """
     entries, cfg = stated_labels(model, settings), get_pretrained_cfg(model)
     origin: Any = getattr(model, "origin", None)
@@ -217,8 +218,9 @@ def _describe(model: nn.Module, settings: ModelOptions, history: History) -> dic
             num_classes=model.num_classes,
             custom_load=False,
         )
-    if history.task == "multilabel":
-        entries["problem_type"] = "multi_label_classification"  # for transformers
+    problem_type = settings.problem_type or getattr(model, "problem_type", None)
+    if problem_type is not None:
+        entries["problem_type"] = problem_type
     return entries
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from torch import nn
 
 from ..checkpoints.description import ENTRY, SOURCE_PREFIXES, measures_ema
-from ..checkpoints.image_settings import own_numbering, stated_image_mode, stated_task
+from ..checkpoints.image_settings import own_numbering, stated_image_mode
 from ..checkpoints.model_spec import Origin
 from ..checkpoints.summary_csv import DamagedTable, read_summary
 from ..console import describe, is_single, shown
@@ -142,7 +142,6 @@ class History:
     dataset_on_hub: bool = False  # whether that is a name on the Hub
     numbering: str | None = None  # what numbered the classes, unless it is the order of the folders
     image_mode: str | None = None  # of Pillow, if train.py was told one
-    task: str | None = None  # "multilabel", or None where an image has one class
     experts: ExpertsRecord | None = None  # that the dense model was made of
     method: str | None = None  # by which it was made
 
@@ -182,7 +181,6 @@ def history_of(model: nn.Module, method: str | None = None) -> History:
             metrics=metrics,
             numbering=own_numbering(model),
             image_mode=stated_image_mode(model),
-            task=stated_task(model),
         )
     experts = None if method is None else ExpertsRecord.of(model)
     return history if experts is None else replace(history, experts=experts, method=method)

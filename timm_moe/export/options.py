@@ -11,6 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoints.model_spec import ModelSpec
 from ..console import describe, did_you_mean
+from ..model_config import check_problem_type
 
 OptionsT = TypeVar("OptionsT", bound="ModelOptions")
 
@@ -35,6 +36,13 @@ class ModelOptions:
             folder or repository that names its classes must have them in the same order; other
             names than its own give a warning.
         label_descriptions: texts by class name. Only models of timm have them.
+        problem_type: of the outputs of a model of timm, by which transformers chooses between
+            softmax and sigmoids: ``"single_label_classification"``,
+            ``"multi_label_classification"`` or ``"regression"``. By default it is the source's own,
+            which is multi-label if train.py's ``--task`` was. A loop of your own states it here.
+
+    Raises:
+        ValueError: if the problem type is another.
     """
 
     spec: ModelSpec | None = None
@@ -44,6 +52,10 @@ class ModelOptions:
     example_inputs: Any = None
     label_names: Sequence[str] | None = None
     label_descriptions: Mapping[str, str] | None = None
+    problem_type: str | None = None
+
+    def __post_init__(self) -> None:
+        check_problem_type(self.problem_type)
 
     @classmethod
     def of(cls: type[OptionsT], function: Callable[..., Any], /, **options: Any) -> OptionsT:
@@ -91,6 +103,7 @@ class PushOptions(ModelOptions):
     metrics: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             validate_repo_id(self.repo_id)
         except ValueError as error:

@@ -153,7 +153,7 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
     Its config.json, model.safetensors and README.md are uploaded, and no other file. The README.md
     is the model card; without one a card is written.
 
-    Only config.json may change. It gets the licence and class names that are given here. A
+    Only config.json may change. It gets the licence, class names and problem type given here. A
     ``num_classes`` in its ``model_args`` is moved out of them, since transformers rejects the
     duplicate. An ``auto_map`` is removed, by which transformers would find code elsewhere, and so
     is the history of other weights.
@@ -163,7 +163,7 @@ def push_folder(folder: str | Path, repo_id: str, private: bool = False, **optio
         repo_id: as for :func:`push_dense`.
         private: as for :func:`push_dense`.
         **options: as for :func:`push_dense`, whose errors are raised too; of the model only the
-            class names can be stated.
+            class names and the problem type can be stated.
     """
     settings = PushOptions.of(push_folder, repo_id=repo_id, private=private, **options)
     api = log_in(settings)
@@ -223,7 +223,7 @@ def _loaded(copy: Path, folder: Path) -> nn.Module:
 
 
 def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfApi | None) -> Push:
-    """Upload the copy of a folder, with the licence and class names that the user states.
+    """Upload the copy of a folder, with the licence, class names and problem type that are stated.
 
     Raises:
         ValueError: if what a card states is given beside the folder's own card.
@@ -237,6 +237,8 @@ def _publish_copy(copy: Path, model: nn.Module, settings: PushOptions, api: HfAp
     has_labels = settings.label_names is not None or settings.label_descriptions is not None
     text = file.read_text(encoding="utf-8")
     config = {**json.loads(text), **(stated_labels(model, settings) if has_labels else {})}
+    if settings.problem_type is not None:
+        config["problem_type"] = settings.problem_type
     drop_second_num_classes(config)
     config.pop("auto_map", None)  # it would lead transformers to code
     history = recorded_history(model.origin)  # type: ignore[arg-type]
