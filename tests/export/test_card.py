@@ -259,6 +259,16 @@ def test_of_five_classes_one_of_five_answers_is_always_right(checkpoint, tmp_pat
     assert ("| top-5 accuracy (%) | 81.5 |" in card) == (classes > 5)
 
 
+@pytest.mark.parametrize(
+    ("channels", "kind"), [(3, "pixels and"), (2, "pixels with 2 channels and")]
+)
+def test_the_card_tells_of_unusual_channels(channels, kind):
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, in_chans=channels)
+    assert (
+        f"for images of 32x32 {kind} 5 classes." in push_dense(model, "user/v", dry_run=True).card
+    )
+
+
 @pytest.mark.parametrize("task", ["classification", "multilabel"])
 @pytest.mark.first_case
 def test_results_of_newer_train_py(checkpoints, tmp_path, task):

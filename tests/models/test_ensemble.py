@@ -317,6 +317,15 @@ def test_members_differ_as_the_papers_ablations_do(images):
     assert ensemble(ensemble="partitioning")(images).shape == (6, 5)
 
 
+def test_one_output_has_no_mean_of_softmax(images):
+    model = make_model("vmoe_pbe_s32", num_experts=4, num_classes=1)
+    assert model.train()(images).shape == (6, 2, 1)
+    model.eval()
+    assert model.forward_members(images).shape == (6, 2, 1)
+    with pytest.raises(ValueError, match="no meaning for one output: take forward_members"):
+        model(images)
+
+
 def train(model, images, labels, epochs, lr):
     """Train a model on all the images, and put it in eval mode."""
     criterion, optimizer = (

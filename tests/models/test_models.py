@@ -413,6 +413,13 @@ def test_pre_logits():
         timm_moe.to_dense(model)
 
 
+def test_a_dense_model_has_no_note_of_pre_logits_that_are_absent(tmp_path):
+    model = timm.create_model("vit_tiny_ewa_moe", pre_logits=False, **SMALL_VIT)
+    folder = timm_moe.export_dense(model, tmp_path / "vit").path
+    loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert type(loaded) is timm.models.VisionTransformer
+
+
 def test_checkpoints_of_another_kind_of_model_are_named():
     routed, ewa = (
         timm.create_model(name, **SMALL_VIT) for name in ("vit_tiny_moe", "vit_tiny_ewa_moe")

@@ -41,7 +41,9 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
     """Describe a model of timm or of this package, loaded from the files that are uploaded."""
     cfg = get_pretrained_cfg(model)
     architecture = cfg["architecture"]
-    size = "x".join(str(length) for length in model_input_size(model)[1:])
+    channels, *sides = model_input_size(model)
+    size = "x".join(map(str, sides))
+    with_channels = "" if channels == 3 else f" with {channels} channels"
     sizes = {"this model": parameters(model)}
     if moe_layers(model):
         sizes["that a token passes through"] = activated_parameters(model)
@@ -65,7 +67,10 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
     return Facts(
         library="timm",
         architecture=architecture,
-        kind=f"A `{architecture}` for images of {size} pixels and {model.num_classes} classes.",
+        kind=(
+            f"A `{architecture}` for images of {size} pixels{with_channels} and "
+            f"{model.num_classes} classes."
+        ),
         use=_filled(
             "use_timm.md",
             needed=needed,

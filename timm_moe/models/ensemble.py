@@ -22,7 +22,15 @@ def as_one_classifier(logits: Tensor) -> Tensor:
 
     The result is in float32 at least. A narrower type would round different probabilities to the
     same number, and so change predictions.
+
+    Raises:
+        ValueError: if there is one class, of which the softmax is always 1.
     """
+    if logits.shape[-1] == 1:
+        raise ValueError(
+            "An ensemble in eval mode averages its members' softmax, which has no meaning for one "
+            "output: take forward_members."
+        )
     precise = torch.promote_types(logits.dtype, torch.float32)
     return ensemble_log_probabilities(logits.to(precise).log_softmax(-1))
 

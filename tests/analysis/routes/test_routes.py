@@ -131,6 +131,11 @@ def test_watching_noisy_routers_changes_nothing_and_sees_the_choices_that_were_m
             dict(img_size=(64, 96), embed_dim=24, window_size=2),
             (16, 24),
         ),
+        (
+            "vit_tiny",
+            dict(img_size=(32, 32), patch_size=(4, 16), embed_dim=24, num_heads=2, depth=2),
+            (8, 2),
+        ),
         ("gcvit_xxtiny", dict(img_size=64, window_size=2), (16, 16)),  # (B, H, W, D)
         ("nest_tiny", dict(img_size=64), None),
         ("hiera_tiny_224", dict(img_size=(64, 64), embed_dim=24), None),

@@ -49,6 +49,11 @@ def patch_grid(model: Any, x: Tensor, size: Sequence[int]) -> tuple[int, int] | 
     if x.ndim == 4:  # (B, H, W, D)
         return (x.shape[1], x.shape[2])
     patches = math.prod(x.shape[1:-1]) - int(getattr(model, "num_prefix_tokens", 0))
+    embedding: Any = getattr(model, "patch_embed", None)
+    if hasattr(embedding, "dynamic_feat_size"):
+        grid = embedding.dynamic_feat_size(tuple(size))
+        if math.prod(grid) == patches:
+            return grid
     side = round((patches * size[0] / size[1]) ** 0.5)
     return (side, patches // side) if side and side * (patches // side) == patches else None
 
