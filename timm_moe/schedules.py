@@ -5,6 +5,7 @@ rate of this step. Progress may be a tensor on a GPU, so no schedule branches on
 """
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 Schedule = Callable[[Any, float], Any]
@@ -41,18 +42,20 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def get_schedule(name: str) -> Schedule:
-    """Look up a schedule by name.
+def get_schedule(schedule: str | Schedule) -> Schedule:
+    """Look up a schedule by its name; a function is one itself.
 
     Raises:
         ValueError: if there is none of that name.
     """
-    if not isinstance(name, str) or name not in SCHEDULES:
+    if callable(schedule):
+        return schedule
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         raise ValueError(
-            f"share_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}; one of your own "
-            "is entered first, into timm_moe.schedules.SCHEDULES."
+            f"share_schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}; one of your "
+            "own is entered first, into timm_moe.schedules.SCHEDULES."
         )
-    return SCHEDULES[name]
+    return SCHEDULES[schedule]
 
 
 def check_share_rate(
@@ -82,7 +85,7 @@ def check_share_rate(
             "Experts of different hidden units are not averaged: expert_width below 1 needs "
             f"{name}=0."
         )
-    if not isinstance(share_rate, (int, float)) or not 0 <= share_rate <= limit:
+    if not isinstance(share_rate, Real) or not 0 <= share_rate <= limit:
         raise ValueError(
             f"{name} must lie between 0 and (E - 1) / E = {limit:.4g} for {num_experts} experts, "
             f"got {share_rate!r}."

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import timm_moe
 from timm_moe import ExpertWeightAveraging
+from timm_moe.schedules import SCHEDULES
 from timm_moe.training.averaging import UPDATES
 
 
@@ -143,21 +145,41 @@ def test_the_rate_of_each_step_is_applied(ewa_vit):
 
 
 def test_a_function_as_schedule(ewa_vit):
-    seen = []
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
-    averaging = ExpertWeightAveraging(
-        ewa_vit,
-        optimizer,
-        schedule=lambda progress: seen.append(progress) or 0.5 * progress,
-        total_updates=4,
-    )
+
+    def square(progress, share_rate):
+        return share_rate * progress**2
+
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.4, square, total_updates=4)
     train_step(ewa_vit, optimizer, 0)
-    assert seen == [0.25]  # once for a step, however many layers there are
-    assert averaging.share_rate == 0.125
+    assert averaging.share_rate == 0.4 * 0.25**2
     averaging.remove()
-    ExpertWeightAveraging(ewa_vit, optimizer, schedule=lambda progress: 2.0, total_updates=4)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_schedule_that_leaves_the_range_is_refused(ewa_vit, monkeypatch, is_named):
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+
+    def answer(progress, share_rate):
+        return 2.0 if progress == at else share_rate
+
+    monkeypatch.setitem(SCHEDULES, "odd", answer)
+    schedule = "odd" if is_named else answer
+    at = 1.0
+    with pytest.raises(ValueError, match=r"share_rate.*2\.0"):
+        ExpertWeightAveraging(ewa_vit, optimizer, 0.3, schedule, total_updates=4)
+    at = 0.5
+    ExpertWeightAveraging(ewa_vit, optimizer, 0.3, schedule, total_updates=4)
+    train_step(ewa_vit, optimizer, 0)
+    before = values(ewa_vit)
     with pytest.raises(ValueError, match=r"share_rate.*2\.0"):
         train_step(ewa_vit, optimizer, 1)
+    assert moved(ewa_vit, before) == set()
+
+
+def test_a_rate_may_be_a_number_of_numpy(ewa_vit):
+    _, averaging = averaged(ewa_vit, rate=np.float32(0.3))
+    assert averaging.layers()
 
 
 def test_weight_ema_sees_the_averaged_weights(ewa_vit):
@@ -230,7 +252,7 @@ def test_is_dropped_with_its_optimizer(ewa_vit):
         ({"share_rate": 0.8}, r"share_rate.*0\.75.*0\.8"),
         ({"schedule": "cosine"}, "share_schedule.*'cosine'"),
         ({"total_updates": 0}, r"total_updates.*\b0\b"),
-        ({"schedule": lambda progress: 0.1, "share_rate": 0.1}, "leave share_rate out"),
+        ({"schedule": "early", "share_rate": 0.8}, r"share_rate.*0\.75.*0\.8"),
     ],
 )
 def test_bad_arguments_leave_the_optimizer_alone(ewa_vit, arguments, message):
@@ -251,16 +273,15 @@ def test_needs_an_optimizer_that_trains_the_experts_and_has_no_averaging(ewa_vit
 
 @pytest.mark.parametrize("answer", [RuntimeError("no rate"), 2.0])
 def test_a_schedule_that_fails_leaves_all_as_it_was(ewa_vit, answer):
-    answers = [0.3, answer, 0.3]
+    is_mended = False
 
-    def schedule(progress):
-        asked.append(progress)
-        answer = answers.pop(0)
+    def schedule(progress, share_rate):
+        if is_mended or progress != 0.5:
+            return share_rate
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    asked = []
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     averaging = ExpertWeightAveraging(ewa_vit, optimizer, schedule=schedule, total_updates=4)
     train_step(ewa_vit, optimizer, 0)
@@ -269,9 +290,9 @@ def test_a_schedule_that_fails_leaves_all_as_it_was(ewa_vit, answer):
         train_step(ewa_vit, optimizer, 1)
     assert moved(ewa_vit, before) == set()
     assert averaging.updates == 1
+    is_mended = True
     train_step(ewa_vit, optimizer, 1)
     assert averaging.updates == 2
-    assert asked == [0.25, 0.5, 0.5]
 
 
 def in_groups(model):

@@ -3,7 +3,6 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from ..convert.expert_layers import moe_layers, numbers_of_experts, whole_experts
 from ..layers import MoeMlp
 from ..layers.living import living, register, unregister
-from ..schedules import check_share_rate, get_schedule
+from ..schedules import Schedule, check_share_rate, get_schedule
 from .optimizers import (
     are_frozen,
     has_stepped,
@@ -124,19 +123,19 @@ class ExpertWeightAveraging:
         optimizer: any torch or timm optimizer. With ``capturable=True`` the count and the rate stay
             on the device, so that a CUDA graph of the optimizer's step counts and averages, too.
         share_rate: in [0, (E - 1) / E]; by default the rate of each layer.
-        schedule: ``"linear"``, ``"constant"``, ``"early"``, ``"late"``, or a function that returns
-            the rate of a step for its progress, the completed fraction of all updates in (0, 1]; by
+        schedule: ``"linear"``, ``"constant"``, ``"early"``, ``"late"``, or a function as in
+            :mod:`timm_moe.schedules`, from progress and share rate to the rate of a step; by
             default the schedule of each layer.
         total_updates: optimizer steps in the whole run (an accumulation of gradients ends in one
             step).
 
     Raises:
         TypeError: if the optimizer is not a torch optimizer, so that its steps cannot be followed.
-        ValueError: if an argument is out of range; if a share rate is given beside a function; if
-            the optimizer's steps cannot be followed, or it trains none of the experts, which are
-            not all frozen, or has its averaging already; if experts cannot be averaged in place,
-            see :func:`average_experts_`. If they change so later, the next step raises before it
-            moves a weight.
+        ValueError: if an argument is out of range; if the optimizer's steps cannot be followed, or
+            it trains none of the experts, which are not all frozen, or has its averaging already;
+            if experts cannot be averaged in place, see :func:`average_experts_`. If they change so
+            later, or a schedule returns a number that is out of range, the next step raises before
+            it moves a weight. Rates on a device are not looked at.
 
     Attributes:
         started: whether a step has been taken since this averaging was made.
@@ -149,7 +148,7 @@ class ExpertWeightAveraging:
         model: nn.Module,
         optimizer: Optimizer,
         share_rate: float | None = None,
-        schedule: str | Callable[[float], float] | None = None,
+        schedule: str | Schedule | None = None,
         *,
         total_updates: int,
     ):
@@ -202,30 +201,27 @@ class ExpertWeightAveraging:
             require_parameters(optimizer, model)
         if layers or not are_frozen(self.layers()):
             for layer in layers or self.layers():
-                if callable(self._schedule) or self._stated(layer)[0]:
+                if self._stated(layer)[0]:
                     _averageable(layer)  # raises
             if not layers:
                 raise ValueError(
                     f"The optimizer trains no expert layer of this {type(model).__name__}."
                 )
-        if not callable(self._schedule):
-            self._rates(layers or self.layers(), 1.0)  # raises
-        elif self._share_rate is not None:
-            raise ValueError(
-                "A schedule given as a function returns the rate itself: leave share_rate out."
-            )
+        for layer in layers or self.layers():
+            check_share_rate(self._stated(layer)[0], layer.num_experts, parts=layer.parts)
+        self._rates(layers or self.layers(), 1.0)  # raises
 
     def _log_plan(self, layers: list[MoeMlp]) -> None:
         """Log how many experts are averaged, at which rate and for how long."""
         if not is_primary():
             return
         rate, schedule = self._stated(layers[0])
-        course = "by a function" if callable(schedule) else f"{rate:g}, schedule {schedule}"
+        name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "of yours")
         after = f", continuing after update {self.updates}" if self.updates else ""
         _logger.info(
             f"EWA: averaging the {numbers_of_experts(layers)} experts of {len(layers)} layers "
-            f"after every optimizer step, share rate {course}, over {self.total_updates} "
-            f"updates{after}."
+            f"after every optimizer step, share rate {rate:g}, schedule {name}, over "
+            f"{self.total_updates} updates{after}."
         )
 
     @classmethod
@@ -377,21 +373,18 @@ class ExpertWeightAveraging:
         Raises:
             ValueError: if a rate is out of range.
         """
-        stated: list[tuple[float, Any]]
-        if callable(self._schedule):  # A user's function is called once for a step.
-            stated = [(self._schedule(float(progress)), "constant")] * len(layers)
-        else:
-            stated = [self._stated(layer) for layer in layers]
-        for (rate, _), layer in zip(stated, layers, strict=True):
-            check_share_rate(rate, layer.num_experts, parts=layer.parts)
-        rates = [get_schedule(schedule)(progress, rate) for rate, schedule in stated]
-        if not isinstance(progress, Tensor):
-            return rates
-        return [
-            rate if isinstance(rate, Tensor) else torch.full_like(progress, rate) for rate in rates
-        ]
+        rates: list[Any] = []
+        for layer in layers:
+            share_rate, schedule = self._stated(layer)
+            rate = get_schedule(schedule)(progress, share_rate)
+            # A rate on a device is not waited for.
+            known = share_rate if isinstance(rate, Tensor) else rate
+            check_share_rate(known, layer.num_experts, parts=layer.parts)
+            is_constant = isinstance(progress, Tensor) and not isinstance(rate, Tensor)
+            rates.append(torch.full_like(progress, rate) if is_constant else rate)
+        return rates
 
-    def _stated(self, layer: MoeMlp) -> tuple[float, Any]:
+    def _stated(self, layer: MoeMlp) -> tuple[float, str | Schedule]:
         """Return share rate and schedule of a layer: this averaging's, or else the layer's own."""
         rate = layer.share_rate if self._share_rate is None else self._share_rate
         schedule = layer.share_schedule if self._schedule is None else self._schedule
