@@ -689,13 +689,16 @@ def test_a_training_by_bce_is_told_of(folder, model, tmp_path, caplog, stated):
         assert "binary cross-entropy, so that each class has a probability" in caplog.text
 
 
-def test_benefits_load_a_model_once(folder, model, tmp_path, caplog, capsys):
-    save(model, tmp_path / "a.pth.tar")
+def test_benefits_load_a_model_once_and_tell_of_its_accuracy_alone(
+    folder, model, tmp_path, caplog, capsys
+):
+    save(model, tmp_path / "a.pth.tar", bce_loss=True)
     command = ["benefits", "--student", str(tmp_path / "a.pth.tar"), "--teacher", "90"]
     command += ["--dense", "20", "--data-dir", str(folder), "-j", "0", "--device", "cpu"]
     main(command)
     told = [text for text in caplog.messages if text.startswith("Images for")]
     assert len(told) == 1
+    assert "NLL" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])

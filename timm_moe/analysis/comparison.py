@@ -17,7 +17,7 @@ from ..checkpoints.description import SOURCE_PREFIXES
 from ..checkpoints.model_spec import ModelSpec
 from ..export.history import history_of
 from .data import Inference, load_classifiers, require_different, short_names
-from .evaluation import measure
+from .evaluation import measure, warn_of_bce
 
 try:
     from scipy.stats import binomtest
@@ -241,6 +241,7 @@ def measure_runs(
                     f"{seed}: pairs need one of each. Train them with different --seed, or name "
                     "them otherwise if the number is no seed."
                 )
+        warn_of_bce([model], [run.source])
         figures = measure([model], [run.source], numbered, None, inference)
         right = figures.predicted.tensor() == figures.labels.tensor()
         result = figures.result()

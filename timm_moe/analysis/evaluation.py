@@ -83,6 +83,7 @@ def evaluate(
     inference = inference or Inference()
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
     names = [describe_source(source) for source in sources]
+    warn_of_bce(models, names)
     return measure(models, names, images, ood_images, inference).result()
 
 
@@ -101,7 +102,6 @@ def measure(
     Raises:
         ValueError: if an output is NaN.
     """
-    warn_of_bce(models, names)
     figures = Figures(models[0].num_classes)  # type: ignore[arg-type]
     for _, log_p_BMC, labels in predictions(models, names, images, inference):
         figures.update(log_p_BMC, labels)
