@@ -22,15 +22,7 @@ def as_one_classifier(logits: Tensor) -> Tensor:
 
     The result is in float32 at least. A narrower type would round different probabilities to the
     same number, and so change predictions.
-
-    Raises:
-        ValueError: if there is one class, of which the softmax is always 1.
     """
-    if logits.shape[-1] == 1:
-        raise ValueError(
-            "An ensemble in eval mode averages its members' softmax, which has no meaning for one "
-            "output: take forward_members."
-        )
     precise = torch.promote_types(logits.dtype, torch.float32)
     return ensemble_log_probabilities(logits.to(precise).log_softmax(-1))
 
@@ -78,12 +70,21 @@ class MembersMixin(VisionTransformer):
 
         With ``pre_logits`` these are features before the classifier: in eval mode the members'
         mean (B, D), in training all of them, (B, M, D).
+
+        Raises:
+            ValueError: if the model is in eval mode and has one class, of which the softmax is
+                always 1.
         """
         members = self._members(super().forward_head(x, pre_logits))
         if self.training:
             return members
         if pre_logits or isinstance(self.head, nn.Identity):
             return members.mean(1)
+        if self.num_classes == 1:
+            raise ValueError(
+                "An ensemble in eval mode averages its members' softmax, which has no meaning for "
+                "one output: take forward_members."
+            )
         return as_one_classifier(members)
 
     # Other arguments of timm's method differ between its versions and are handed on.
