@@ -45,14 +45,13 @@ from .analysis.routes.segmentation import MaskedImages, read_names
 from .analysis.routes.statistics import Routes, collect_patch_routes, collect_routes, summarize_all
 from .checkpoints import swin_moe, vmoe
 from .checkpoints.description import SOURCE_PREFIXES
-from .checkpoints.model_folder import folder_of
 from .checkpoints.model_spec import ModelSpec
 from .checkpoints.source import load_source
 from .console import PrintableFormatter, describe, show
 from .convert.expert_layers import moe_layers
 from .convert.gather import get_method
 from .export.export import Export, export_dense, export_moe
-from .export.push import push_dense, push_folder, push_moe
+from .export.push import push_dense, push_moe
 from .files import check_apart, check_folder, check_writable, write_json, written_whole
 from .model_config import get_pretrained_cfg, preprocessing
 from .models.registered import (
@@ -184,8 +183,6 @@ def _push(args: argparse.Namespace) -> None:
     options = _model_options(args, *names)
     if args.moe:
         pushed = push_moe(args.source, args.repo_id, **options)
-    elif args.method is None and args.svd_ratio is None and folder_of(args.source) is not None:
-        pushed = push_folder(args.source, args.repo_id, **options)
     else:
         method = args.method or "average"
         pushed = push_dense(

@@ -19,8 +19,7 @@ from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.evaluation import evaluate
 from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.export import export as export_module
-from timm_moe.export import push as push_module
-from timm_moe.export.push import push_folder
+from timm_moe.export.push import push_dense
 from timm_moe_cli import main
 
 NAMES = ["ant", "bee", "cat", "dog", "emu"]
@@ -231,7 +230,7 @@ def test_a_damaged_history(ewa_vit, tmp_path):
 
 
 def card_of(folder):
-    return push_folder(folder, "user/vit", dry_run=True).card
+    return push_dense(folder, "user/vit", dry_run=True).card
 
 
 def test_a_history_is_that_of_its_weights_alone(ewa_vit, tmp_path):
@@ -278,10 +277,6 @@ def test_several_labels_for_an_image_stay_sigmoids(ewa_vit, tmp_path, monkeypatc
             evaluate([folder], image_folder("images"))
     timm_moe.export_dense("stated", "other", problem_type="single_label_classification")
     evaluate(["other"], image_folder("images"))
-    with monkeypatch.context() as patched:
-        patched.setattr(push_module, "_publish", lambda folder, *rest: problem_type(folder))
-        pushed = push_folder("other", "user/vit", dry_run=True, problem_type=multi_label)
-        assert pushed == multi_label
     edit(Path("by hand"), lambda config: config.update(problem_type=["sigmoid"]))
     with pytest.raises(ValueError, match=r"problem_type must be one of .*got \['sigmoid'\]"):
         timm_moe.export_dense("by hand", "again", overwrite=True)

@@ -23,7 +23,6 @@ from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.export import export as export_module
 from timm_moe.export import verify as verify_module
 from timm_moe.export.export import export_moe
-from timm_moe.export.push import push_folder
 from timm_moe.model_config import model_input_size, records_arguments
 
 STOCK = """
@@ -493,7 +492,6 @@ def test_the_users_home_is_no_folder_of_that_name(ewa_vit, tmp_path, monkeypatch
         (export_moe, "overwritten", "overwrite"),
         (timm_moe.push_dense, "licence", "license"),
         (timm_moe.push_moe, "dryrun", "dry_run"),
-        (push_folder, "revison", "revision"),
     ],
 )
 @pytest.mark.first_case

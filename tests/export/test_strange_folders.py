@@ -3,7 +3,6 @@
 Links lead out of them, and a file changes while it is pushed.
 """
 
-import json
 import os
 import shutil
 
@@ -17,7 +16,7 @@ from timm.models import save_for_hf
 import timm_moe
 from timm_moe.export import push as push_module
 from timm_moe.export.export import export_moe
-from timm_moe.export.push import push_dense, push_folder, push_moe
+from timm_moe.export.push import push_dense, push_moe
 
 SECRET = "hf_TokenOfTheUser"
 
@@ -85,7 +84,6 @@ LINKS = {
     ),
 }
 PUSHES = {
-    "push_folder": push_folder,
     "push_dense": push_dense,
     "push_moe": push_moe,
     "a student": lambda *arguments, **options: push_dense(*arguments, method="sum", **options),
@@ -100,10 +98,7 @@ def test_what_leads_out_of_a_folder_is_refused_before_it_is_read(
 ):
     LINKS[kind](stranger, home)
     monkeypatch.setattr(
-        push_module, "load_folder", lambda *arguments, **options: pytest.fail("it is read")
-    )
-    monkeypatch.setattr(
-        push_module, "write_dense", lambda *arguments, **options: pytest.fail("it is read")
+        push_module, "opened", lambda *arguments, **options: pytest.fail("it is read")
     )
     with pytest.raises(ValueError, match=r"leads out of .*stranger") as caught:
         PUSHES[push](f"local-dir:{stranger}", "user/vit", dry_run=True)
@@ -119,7 +114,7 @@ def test_links_inside_a_folder_and_to_it_are_followed(stranger, tmp_path):
     link(stranger / "model.safetensors", stranger / "files/weights")
     link(tmp_path / "latest", stranger)
     for folder in (stranger, tmp_path / "latest", f"{stranger}/../latest"):
-        assert push_folder(folder, "user/vit", dry_run=True).card == "Mine."
+        assert push_moe(folder, "user/vit", dry_run=True).card == "Mine."
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -139,7 +134,7 @@ def test_a_folder_in_the_hubs_cache(stranger, tmp_path, shared):
         else:
             shutil.copy(file, blob)
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    assert push_folder(snapshot, "user/vit", dry_run=True).files.keys() == {
+    assert push_moe(snapshot, "user/vit", dry_run=True).files.keys() == {
         "config.json",
         "model.safetensors",
         "README.md",
@@ -153,49 +148,13 @@ def test_a_folder_in_the_hubs_cache(stranger, tmp_path, shared):
     ):
         link(snapshot / "README.md", target)
         with pytest.raises(ValueError, match=r"README\.md leads out .*0123"):
-            push_folder(snapshot, "user/vit", dry_run=True)
-
-
-@pytest.mark.parametrize("push", ["push_folder", "push_moe", "push_dense"])
-@pytest.mark.first_case
-def test_what_was_checked_is_what_is_uploaded(stranger, home, monkeypatch, push):
-    """Files that are replaced once the push has begun."""
-    (stranger / "README.md").write_text("Mine.")
-    if push == "push_dense":
-        dense = timm_moe.export_dense(stranger, stranger.parent / "dense").path
-        shutil.copy(stranger / "README.md", dense)
-        stranger = dense
-    before = {file.name: file.read_bytes() for file in stranger.iterdir()}
-    uploaded = {}
-
-    def load_and_replace(*arguments, **options):
-        link(stranger / "README.md", home / "token")
-        (stranger / "config.json").write_text(json.dumps({"token": SECRET}))
-        shutil.copy(home / "private/model.safetensors", stranger / "model.safetensors")
-        return load(*arguments, **options)
-
-    def commit(api, files, destination, *others):
-        uploaded.update(
-            {
-                name: file if isinstance(file, bytes) else file.read_bytes()
-                for name, file in files.items()
-            }
-        )
-        return None, None
-
-    load = push_module.load_folder
-    monkeypatch.setattr(push_module, "load_folder", load_and_replace)
-    monkeypatch.setattr(push_module, "log_in", lambda settings: object())
-    monkeypatch.setattr(push_module, "commit", commit)
-    pushed = PUSHES[push](stranger, "user/vit")
-    assert uploaded == before
-    assert pushed.card == "Mine."
+            push_moe(snapshot, "user/vit", dry_run=True)
 
 
 def test_an_error_names_the_folder_that_was_given(stranger):
     os.truncate(stranger / "model.safetensors", 1000)
     with pytest.raises(ValueError, match=f"^local-dir:{stranger} cannot be created"):
-        push_folder(stranger, "user/vit", dry_run=True)
+        push_moe(stranger, "user/vit", dry_run=True)
 
 
 @pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe, push_dense, push_moe])
@@ -231,7 +190,7 @@ def test_weights_that_are_not_finite(stranger, ewa_vit, monkeypatch):
     with torch.no_grad():
         ewa_vit.head.weight[0, 0] = float("inf")
     save_for_hf(ewa_vit, str(stranger), model_args=OPTIONS, safe_serialization=True)
-    for folder, pushes in ((stranger, PUSHES.values()), (dense, (push_folder, push_dense))):
+    for folder, pushes in ((stranger, PUSHES.values()), (dense, (push_dense,))):
         for push in pushes:
             with pytest.raises(ValueError, match=r"^head\.weight .*NaN"):
                 push(folder, "user/vit", dry_run=True)

@@ -24,13 +24,12 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "mode
 _WEIGHTS_END = (".safetensors", ".pth", ".bin")
 
 
-def load_folder(name: str, spec: ModelSpec, called: str | None = None) -> nn.Module:
+def load_folder(name: str, spec: ModelSpec) -> nn.Module:
     """Load a folder or a repository, as :func:`load_source` does.
 
     Args:
         name: ``local-dir:`` or ``hf-hub:`` name.
         spec: the user's statements about the model.
-        called: what the log calls it, by default its path or ``hf-hub:`` name.
     """
     place = name.removeprefix("local-dir:")
     blueprint = blueprint_of(name, spec)
@@ -53,7 +52,7 @@ def load_folder(name: str, spec: ModelSpec, called: str | None = None) -> nn.Mod
     origins = {
         key: "its config.json" if key in described else DEFAULT for key in preprocessing(model)
     }
-    prepare(model, spec, origins, called or place, blueprint.architecture)
+    prepare(model, spec, origins, place, blueprint.architecture)
     model.problem_type = blueprint.problem_type  # type: ignore[assignment]
     model.origin = Origin(  # type: ignore[assignment]
         place, folder_of(name), recorded=blueprint.recorded

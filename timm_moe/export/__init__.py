@@ -5,7 +5,7 @@ The folder goes to the Hugging Face Hub with a model card.
 
 from .export import export_dense, export_moe
 from .options import ModelOptions, PushOptions
-from .push import push_dense, push_folder, push_moe
+from .push import push_dense, push_moe
 
 __all__ = [
     "ModelOptions",
@@ -13,6 +13,5 @@ __all__ = [
     "export_dense",
     "export_moe",
     "push_dense",
-    "push_folder",
     "push_moe",
 ]

@@ -185,26 +185,15 @@ def opened(
     settings: ModelOptions,
     method: str | None = None,
 ) -> Format:
-    """Load a source, or copy a model in memory, and describe it; see :func:`checked_format`."""
+    """Load a source, or copy a model in memory, check it and describe it for export.
+
+    The experts become one network by ``method``; with None they stay experts.
+    """
     if isinstance(source, nn.Module):
         model = own_copy(source, settings.spec, settings.use_ema)
     else:
         _logger.info("Loading %s ...", source)
         model = load_source(source, settings.spec, settings.use_ema)
-    return checked_format(model, settings, method)
-
-
-def checked_format(
-    model: nn.Module,
-    settings: ModelOptions,
-    method: str | None = None,
-) -> Format:
-    """Check the exporter's own model and describe it for export.
-
-    The experts become one network by ``method``; with None they stay experts.
-
-    The caller keeps no other reference to the model, so that it is freed once it is written.
-    """
     if getattr(model, "peft_config", None):
         raise ValueError(
             f"{type(model).__name__} has adapters of PEFT: export what its merge_and_unload() "
@@ -298,8 +287,8 @@ def write_moe(
 def _require_registered_experts(model: nn.Module) -> None:
     if not moe_layers(model):
         raise ValueError(
-            f"This {type(model).__name__} has no expert layers: export_dense (without --moe) "
-            "writes it as it is."
+            f"This {type(model).__name__} has no expert layers: leave out --moe (take export_dense "
+            "or push_dense), by which it stays as it is."
         )
     architecture = architecture_of(model)
     is_of_dense_name = is_registered_here(architecture) and not isinstance(model, MoeMixin)
