@@ -7,7 +7,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby, zip_longest
@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
+from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils.logging import disable_propagation
 from timm.data import ImageDataset
 from timm.models import create_model, is_model, model_entrypoint
 from timm.utils import ParseKwargs
@@ -77,37 +74,20 @@ def run(args: argparse.Namespace) -> int:
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
     logging.getLogger(__package__).setLevel(logging.INFO)
+    disable_propagation()  # of the Hub's client, which has a handler of its own
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         for name in ("model_kwargs", "metrics"):
             if hasattr(args, name):
                 _parse_pairs(args, name)
-        with client_output():
-            COMMANDS[args.command](args)
+        COMMANDS[args.command](args)
     except Exception as error:
         if args.debug:
             traceback.print_exc()
         print(f"timm-moe: error: {describe(error)}", file=sys.stderr)
         return 1
     return 0
-
-
-@contextmanager
-def client_output() -> Iterator[None]:
-    """Let the Hub's client log each line once, for the time of the block.
-
-    It shows progress bars on a terminal only.
-    """
-    logger = logging.getLogger("huggingface_hub")
-    hide = not are_progress_bars_disabled() and not sys.stderr.isatty()
-    propagate, logger.propagate = logger.propagate, False  # it has a handler of its own
-    if hide:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.propagate = propagate
-        if hide:
-            enable_progress_bars()
 
 
 def _parse_pairs(args: argparse.Namespace, name: str) -> None:

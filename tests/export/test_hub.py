@@ -1,7 +1,6 @@
 """Publishing on a Hub: the real client of huggingface_hub against a server on the loopback."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -15,17 +14,11 @@ import torch
 from common import SMALL_VIT
 from hub_client import READ_TOKEN, TOKEN, client_environment, front_matter, output_of
 from huggingface_hub.errors import OfflineModeIsEnabled
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
 from PIL import Image
 from processes import free_port
 from safetensors.torch import load_file, save_file
 
 import timm_moe
-from timm_moe.cli import client_output
 from timm_moe.export.export import export_moe
 from timm_moe.export.hub import asking_the_hub
 from timm_moe.export.push import push_dense
@@ -307,26 +300,6 @@ def test_what_the_client_says_comes_once_and_without_bars(hub, server, checkpoin
         lines = text.splitlines()
         assert len(set(lines)) == len(lines), text
         assert not re.search(r"\r|\d%|B/s", text)
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_clients_settings_are_restored(monkeypatch, terminal):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    logger = logging.getLogger("huggingface_hub")
-    with client_output():
-        assert are_progress_bars_disabled() is not terminal
-        assert not logger.propagate
-    with pytest.raises(KeyError), client_output():
-        raise KeyError
-    assert not are_progress_bars_disabled()
-    assert logger.propagate
-    disable_progress_bars()
-    try:
-        with client_output():
-            assert are_progress_bars_disabled()
-        assert are_progress_bars_disabled()  # as the caller wanted it
-    finally:
-        enable_progress_bars()
 
 
 # --- what goes wrong

@@ -23,8 +23,7 @@ def weights_in(checkpoint: Mapping[str, Any], path: Path, use_ema: bool) -> dict
     train.py writes it as ``state_dict`` and ``state_dict_ema``, others as ``model``, or alone.
 
     Raises:
-        ValueError: if there is no such state dict, no EMA weights, or weights twice; or if a tensor
-            has more elements than the file has for it.
+        ValueError: if there is no such state dict, no EMA weights, or weights twice.
     """
     weights = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
     if use_ema and holds_ema(checkpoint):
@@ -59,10 +58,7 @@ def holds_ema(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
-    """Return weights; raise ValueError unless they are tensors by name.
-
-    The file must hold all elements of each tensor.
-    """
+    """Return weights; raise ValueError unless they are tensors by name."""
     entries = weights if isinstance(weights, dict) else {"state_dict": weights}
     others = [
         name
@@ -81,9 +77,6 @@ def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
             f"of type {kind}: write the weights to a file of their own, by "
             "torch.save(model.state_dict(), file)."
         )
-    for name, tensor in weights.items():
-        if tensor.nbytes > tensor.untyped_storage().nbytes():  # by a stride of 0
-            raise ValueError(f"{path} states more elements of {name} than it holds.")
     return weights
 
 
