@@ -455,6 +455,11 @@ def test_bad_options_end_in_one_sentence(options, message):
         timm.create_model("vit_tiny_moe", **SMALL_VIT, **options)
 
 
+def test_a_load_loss_is_not_of_a_choice_by_a_bias():
+    with pytest.raises(ValueError, match=r"load loss .*no bias_rate"):
+        TopKRouter(8, 4, noise_std=1.0, bias_rate=0.01, loss_weights={"load": 0.1})
+
+
 def test_a_capacity_below_one():
     layer = routed(capacity_factor=0.01, capacity_rounding="floor")
     with pytest.raises(ValueError, match=r"capacity_factor=0\.01 .*6 choices over 4"):

@@ -5,6 +5,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.layers import Mlp, SwiGLU
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import timm_moe
 from timm_moe.layers import ImageRouter, MoeMlp, SharedExpertMlp, TopKRouter
@@ -75,6 +76,16 @@ def test_a_dense_checkpoint_becomes_routed_and_shared_experts():
     made.load_state_dict(dense.state_dict())
     x = torch.randn(3, 5, 8)
     torch.testing.assert_close(made(x), 2 * dense(x))  # a single expert has gate 1
+
+
+def test_torch_loads_a_dense_checkpoint_into_the_shared_expert_too():
+    """torch adds the shared expert's present weights to the dense ones before it loads them."""
+    dense = Mlp(8, 12)
+    made = SharedExpertMlp(Mlp(8, 12), ImageRouter(8, 1))
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(made, dense.state_dict(), options=whole)
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(made(x), 2 * dense(x))
 
 
 @pytest.mark.parametrize("ffn", [Mlp, SwiGLU])

@@ -45,11 +45,14 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 EWA, ROUTED = "vit_tiny_ewa_moe", "vit_tiny_moe"
 
 
-def make(name=ROUTED):
+def make(name=ROUTED, **options):
     torch.manual_seed(0)
     routed = dict(top_k=2, group_images=1) if name == ROUTED else {}
     model = timm.create_model(
-        name, **{**SMALL_VIT, "depth": 2, "num_experts": 4, **routed}, expert_init="independent"
+        name,
+        **{**SMALL_VIT, "depth": 2, "num_experts": 4, **routed},
+        expert_init="independent",
+        **options,
     )
     for path, parameter in model.named_parameters():
         if "router" in path:
@@ -341,9 +344,18 @@ def ema_worker(rank, folder):
     dense = timm.create_model("vit_tiny_patch16_224", **{**SMALL_VIT, "depth": 2}).state_dict()
     for weights in (make().state_dict(), dense):  # which has no routers: they stay
         reference.load_state_dict(weights)
-        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+        # torch writes into the dict that it is given.
+        set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True))
         for path, tensor in get_model_state_dict(model, options=FULL).items():
             assert torch.equal(tensor, reference.state_dict()[path]), path
+
+    # A shared expert, whose own weights torch adds to the dense ones.
+    reference, model = (make(shared_expert=True) for _ in range(2))
+    parallelized(model)
+    reference.load_state_dict(dense)
+    set_model_state_dict(model, dense, options=StateDictOptions(full_state_dict=True))
+    for path, tensor in get_model_state_dict(model, options=FULL).items():
+        assert torch.equal(tensor, reference.state_dict()[path]), path
     torch.distributed.destroy_process_group()
 
 

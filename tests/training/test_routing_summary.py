@@ -153,6 +153,22 @@ def test_all_calls_of_a_shared_layer_without_losses_count():
     torch.testing.assert_close(torch.tensor(summary.load), load / load.sum())
 
 
+@pytest.mark.parametrize("forwards", [KEPT // 2, KEPT])
+def test_losses_that_come_and_go_are_means_over_the_forwards_that_had_them(forwards):
+    model = routed_model()
+    router = model.blocks[1].mlp.router
+    expected = {}
+    for change in (dict(balance=0.01), dict(z=0.001)):
+        router.loss_weights.clear()
+        router.loss_weights.update(change)
+        for _ in range(forwards):
+            model(batch()[0])
+            expected |= {name: loss.item() for name, loss in router.records[0].losses.items()}
+            timm_moe.auxiliary_loss(model)
+    summary = timm_moe.routing_summary(model)["blocks.1.mlp"]
+    assert summary.losses == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_recorded_load_keeps_no_graph():
     router = RecordingRouter(4, {})
     load = torch.ones(1, 4, requires_grad=True) * 2

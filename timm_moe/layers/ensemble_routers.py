@@ -119,9 +119,6 @@ class EnsembleRouter(TiledRouter):
     def _loss_groups(self, x_GBN: Tensor) -> Tensor:
         return self._by_member(x_GBN).transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
-    def _loss_loads(self, load_GE: Tensor) -> Tensor:
-        return load_GE.reshape(-1, self.part_size)
-
 
 class PartitionedRouter(EnsembleRouter):
     """Router of each row to K experts of each of the M parts (pBE, section 4.2).

@@ -102,23 +102,22 @@ class ExpertChoiceRouter(Router):
         gate_GES = logits_GSE.softmax(2).transpose(1, 2)
         row_GEC = largest(gate_GES.detach(), capacity, mode)
         gate_GEC = gate_GES.gather(2, row_GEC)
+        if self.gate_mode == "renorm":
+            # A table, since GPUs add to the entries of a vector in any order.
+            taken_GES = torch.zeros_like(gate_GES).scatter(2, row_GEC, gate_GEC)
+            # An expert takes C rows even if the softmax of some is 0.
+            total_G1S = taken_GES.sum(1, keepdim=True).clamp(min=1e-20)
+            gate_GEC = (taken_GES / total_G1S).gather(2, row_GEC)
 
         first_row_G11 = torch.arange(groups, device=x.device).view(-1, 1, 1) * size
-        token_EGC = (first_row_G11 + row_GEC).transpose(0, 1)
-        token_N = token_EGC.flatten()
-        gate_N = gate_GEC.transpose(0, 1).flatten()
-        if self.gate_mode == "renorm":
-            expert_E11 = torch.arange(self.num_experts, device=x.device).view(-1, 1, 1)
-            place_N = (token_EGC * self.num_experts + expert_E11).flatten()
-            gate_N = _shares(gate_N, place_N, groups * size, self.num_experts)
-
+        token_N = (first_row_G11 + row_GEC).transpose(0, 1).flatten()
         # The slots of a row stand together in slot_N, from where the row begins in sorted_N.
         sorted_N, slot_N = token_N.sort(stable=True)
         return ChosenRows(
             token_indices=token_N,
             slots=slot_N,
             starts=torch.searchsorted(sorted_N, torch.arange(groups * size, device=x.device)),
-            gates=gate_N,
+            gates=gate_GEC.transpose(0, 1).flatten(),
             rows=groups * size,
             **equal_runs(self.num_experts, groups * capacity, x.device, mode),
         )
@@ -126,21 +125,3 @@ class ExpertChoiceRouter(Router):
     def extra_repr(self) -> str:
         """Return the options that printing the module shows."""
         return f"num_experts={self.num_experts}, capacity_factor={self.capacity_factor}"
-
-
-def _shares(gate_N: Tensor, place_N: Tensor, rows: int, num_experts: int) -> Tensor:
-    """Divide each gate by the sum of the gates of its row.
-
-    The sums are those of a table, since GPUs add to the entries of a vector in any order.
-
-    Args:
-        gate_N: gate of each slot.
-        place_N: its place in a table (T, E) that is flattened.
-        rows: T.
-        num_experts: E.
-    """
-    table_TE = gate_N.new_zeros(rows * num_experts).scatter(0, place_N, gate_N)
-    table_TE = table_TE.view(rows, num_experts)
-    # An expert takes C rows even if the softmax of some is 0.
-    total_T1 = table_TE.sum(1, keepdim=True).clamp(min=1e-20)
-    return (table_TE / total_T1).flatten().gather(0, place_N)

@@ -295,8 +295,8 @@ class SharedExpertMlp(MoeMlp):
         args: as :class:`MoeMlp`.
         shared_init: weights of the shared expert, here and when a dense checkpoint is loaded.
             ``"pretrained"`` is a copy of the dense network. ``"zero_out"`` is the same with zeros
-            in the linear layer that is called last, so that the shared expert adds nothing at
-            first.
+            in the linear layer that is called last. So the shared expert of a network that ends
+            with it adds nothing at first.
         kwargs: as :class:`MoeMlp`.
 
     Raises:
@@ -326,8 +326,14 @@ class SharedExpertMlp(MoeMlp):
 
     def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
         super()._complete_dense(state_dict, prefix)
+        own = self.shared.state_dict()
+        value: Any
+        # torch's set_model_state_dict adds the shared expert's present weights to the dense ones.
+        # It spreads the dense ones over processes as the routed experts.
         for name, value in self._initial_shared(self._dense_in(state_dict, prefix)).items():
-            state_dict.setdefault(f"{prefix}shared.{name}", value)
+            if hasattr(value, "placements") and not hasattr(own[name], "placements"):  # DTensors
+                value = value.full_tensor()
+            state_dict[f"{prefix}shared.{name}"] = value
 
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set all experts from a dense network, and reset the router.
@@ -380,7 +386,10 @@ class EwaMlp(MoeMlp):
         return super().padding_of(x) if self.training else None
 
     def compute(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
-        """Map each row of x as :class:`MoeMlp` does, in eval mode by the mean of the experts."""
+        """Map each row of x as :class:`MoeMlp` does.
+
+        In eval mode each row goes through the mean of the experts, whatever the routing.
+        """
         return super().compute(x, routing) if self.training else self.run_mean(x)
 
 

@@ -1,5 +1,6 @@
 """Statistics of a router over its training forwards."""
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -83,13 +84,13 @@ class Sums:
     """Sums over a number of forwards, on the router's device.
 
     Attributes:
-        forwards: their number, one for each call of the router.
+        forwards: number of those with each loss, by its name.
         losses: sum of each loss by name.
         load: (E,) number of choices of each expert.
         dropped: number of choices beyond the capacities.
     """
 
-    forwards: int
+    forwards: Counter[str]
     losses: dict[str, Tensor]
     load: Tensor | int = 0
     dropped: Tensor | int = 0
@@ -97,13 +98,12 @@ class Sums:
     @classmethod
     def over(cls, records: list[RouterRecord]) -> "Sums":
         """Sum over records, of which there is at least one."""
-        sums = cls(
-            forwards=len(records),
-            losses={
-                name: torch.stack([record.losses[name] for record in records]).sum()
-                for name in records[0].losses
-            },
-        )
+        forwards = Counter(name for record in records for name in record.losses)
+        losses = {
+            name: torch.stack([each.losses[name] for each in records if name in each.losses]).sum()
+            for name in forwards
+        }
+        sums = cls(forwards, losses)
         by_capacity: dict[int | None, list[Tensor]] = {}
         for record in records:
             by_capacity.setdefault(record.capacity, []).append(record.load_GE)
@@ -129,7 +129,7 @@ class Sums:
         load = torch.as_tensor(self.load).cpu().double()  # MPS has no float64
         choices = max(load.sum().item(), 1.0)
         return RoutingSummary(
-            losses={name: float(total) / self.forwards for name, total in self.losses.items()},
+            losses={name: float(loss) / self.forwards[name] for name, loss in self.losses.items()},
             dropped=int(self.dropped) / choices,
             load=(load / choices).tolist(),
         )

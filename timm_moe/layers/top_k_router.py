@@ -122,10 +122,10 @@ class TopKRouter(RecordingRouter):
             if name not in names:
                 raise ValueError(f"A router's losses are {', '.join(names)}, got {name!r}.")
             check_number(f"The weight of the {name} loss", weight, 0)
-        if loss_weights.get("load") and not noise_std:
+        if loss_weights.get("load") and (bias_rate or not noise_std):
             raise ValueError(
-                "The load loss is about noise on the logits: give a noise_std above 0, or leave "
-                "the loss out."
+                "The load loss is about a choice by noisy logits: give a noise_std above 0 and no "
+                "bias_rate, or leave the loss out."
             )
         super().__init__(
             num_experts,
@@ -272,10 +272,6 @@ class TopKRouter(RecordingRouter):
         """Arrange rows by the groups of the losses: (G, B, N, ...) -> (G, S, ...)."""
         return x_GBN.flatten(1, 2)
 
-    def _loss_loads(self, load_GE: Tensor) -> Tensor:
-        """Return the loads of these groups, of the experts among which their rows choose."""
-        return load_GE
-
     def _capacity(self, rows: int) -> int | None:
         """Return the number of choices of a group of rows that an expert takes; None for all."""
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
@@ -309,7 +305,8 @@ class TopKRouter(RecordingRouter):
 
         def balance(load_GE: Tensor, choices: int) -> Tensor:
             """Return the balance loss of this many choices of a row."""
-            return balance_loss(self._shares(groups(gate_GBNE)), self._loss_loads(load_GE), choices)
+            load_of_parts = load_GE.reshape(-1, self.part_size)
+            return balance_loss(self._shares(groups(gate_GBNE)), load_of_parts, choices)
 
         losses = {
             "importance": lambda: importance_loss(exact_GSE()),
