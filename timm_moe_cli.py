@@ -112,7 +112,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(parser: argparse.ArgumentParser) -> None:
-    source = "exported folder, published as it is, or any source that export takes"
+    source = "any source that export takes; the README.md of a folder is its card"
     parser.add_argument("source", metavar="DIR_OR_CHECKPOINT", help=source)
     parser.add_argument(
         "repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there"

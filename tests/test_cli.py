@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -336,6 +337,15 @@ def test_the_installed_command_and_its_help():
     done = subprocess.run([command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert {"demo", "export", "list", "info"} <= set(done.stdout.split())
+
+
+def test_the_package_is_the_command_too(monkeypatch, capsys):
+    """``python -m timm_moe`` is for where the command is not on the PATH."""
+    monkeypatch.setattr(sys, "argv", ["timm_moe", "export", "nothing.pth", "out"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("timm_moe", run_name="__main__")
+    assert done.value.code == 1
+    assert "nothing.pth is neither a file nor a folder" in capsys.readouterr().err
 
 
 @pytest.mark.ci

@@ -23,6 +23,17 @@ def classifier(router):
     return timm_moe.convert_to_moe(dense, router=router, **options)
 
 
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_a_callback_needs_no_import_of_its_module(library):
+    pytest.importorskip(library)
+    vars(timm_moe.integrations).pop(library, None)
+    assert getattr(timm_moe.integrations, library).ExpertCallback()
+
+
+def test_other_libraries_have_no_module():
+    assert not hasattr(timm_moe.integrations, "keras")
+
+
 @pytest.mark.parametrize("router", ["random", "top_k"])
 @pytest.mark.first_case
 def test_trainer(router, tmp_path):
