@@ -306,9 +306,9 @@ def _add_sources(parser: argparse.ArgumentParser, several: str = "") -> None:
 def _add_import(parser: argparse.ArgumentParser, prefix: str) -> None:
     parser.add_argument("prefix", metavar="PREFIX", help=prefix)
     parser.add_argument(
-        "output", type=os.path.expanduser, metavar="FILE", help="safetensors file to write"
+        "output_dir", type=os.path.expanduser, metavar="OUT", help="folder to write"
     )
-    _add_overwrite(parser, "replace the file if it exists")
+    _add_overwrite(parser, "replace the model in a folder that holds something")
 
 
 def _add_overwrite(parser: argparse.ArgumentParser, text: str) -> None:

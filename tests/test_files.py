@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 
 import timm_moe
 from timm_moe import files
-from timm_moe.checkpoints.vmoe import import_checkpoint
 from timm_moe.export.export import export_moe
 from timm_moe.files import check_folder, check_writable, publish, staged, write_json, written_whole
 from timm_moe_cli import main
@@ -203,8 +202,8 @@ def test_missing_parents_are_made(ewa_vit, tmp_path, monkeypatch, capsys):
     timm_moe.export_dense(ewa_vit, tmp_path / "a/b/vit")
     assert sorted(os.listdir(tmp_path / "a/b/vit")) == ["config.json", "model.safetensors"]
     monkeypatch.chdir(tmp_path)
-    assert main(["import-vmoe", str(DATA / "vmoe/vmoe_tiny"), "c/d/vmoe.safetensors"]) == 0
-    assert os.listdir(tmp_path / "c/d") == ["vmoe.safetensors"]
+    assert main(["import-vmoe", str(DATA / "vmoe/vmoe_tiny"), "c/d/vmoe"]) == 0
+    assert os.listdir(tmp_path / "c/d") == ["vmoe"]
     write_json("e/f.json", {})
     assert os.listdir(tmp_path / "e") == ["f.json"]
 
@@ -369,23 +368,6 @@ def test_a_killed_export_leaves_nothing_to_the_next(tmp_path, ewa_vit):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit", overwrite=overwrite)
         assert os.listdir(tmp_path) == ["vit"]
         assert sorted(os.listdir(tmp_path / "vit")) == ["config.json", "model.safetensors"]
-
-
-def test_an_imported_file_has_the_mode_of_any_other(tmp_path):
-    import_checkpoint(DATA / "vmoe/vmoe_tiny", tmp_path / "a.safetensors")
-    (tmp_path / "other").touch()
-    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
-def test_what_safetensors_leaves_stands_in_the_hidden_folder(tmp_path, monkeypatch):
-    """It writes to a temporary name of its own, beside the one it is given."""
-    seen = []
-    monkeypatch.setattr(
-        "timm_moe.checkpoints.vmoe.save_file",
-        lambda tensors, file, metadata: seen.append(Path(file).parent),
-    )
-    import_checkpoint(DATA / "vmoe/vmoe_tiny", tmp_path / "a.safetensors")
-    assert seen == [tmp_path / ".a.safetensors.timm_moe.partial"]
 
 
 def test_results_of_any_type_are_written(tmp_path):

@@ -20,6 +20,7 @@ from huggingface_hub.utils.logging import disable_propagation
 from timm.data import ImageDataset
 from timm.models import create_model, is_model, model_entrypoint
 from timm.utils import ParseKwargs
+from torch import nn
 
 from .analysis.benefits import benefits_kept
 from .analysis.data import (
@@ -45,15 +46,14 @@ from .checkpoints.description import SOURCE_PREFIXES
 from .checkpoints.model_spec import ModelSpec
 from .checkpoints.source import load_source
 from .console import PrintableFormatter, describe, show
-from .convert.expert_layers import moe_layers
+from .convert.expert_layers import moe_layers, parameters
 from .convert.gather import get_method
-from .export.export import Export, export_dense, export_moe
+from .export.export import Export, check_target, export_dense, export_moe
 from .export.push import push_dense, push_moe
 from .files import check_apart, check_folder, check_writable, write_json, written_whole
 from .model_config import get_pretrained_cfg, preprocessing
 from .models.registered import (
     is_named_after_stock,
-    is_registered_here,
     registered_models,
     registrar,
 )
@@ -587,21 +587,25 @@ def _sizes(
     return info.name, rows
 
 
-def _import(import_checkpoint: Callable[..., vmoe.ImportedModel], args: argparse.Namespace) -> None:
-    """Write an official checkpoint as one of timm, and say how it is loaded."""
-    imported = import_checkpoint(args.prefix, args.output, args.overwrite)
-    kwargs = ", ".join(f"{name}={value!r}" for name, value in imported.kwargs.items())
-    show(
-        f"Wrote {imported.parameters:,} parameters of a {imported.name} to {args.output}. It is "
-        "loaded by"
-    )
-    file = Path(args.output).as_posix()
-    show(f'  timm.create_model("{imported.name}", {kwargs}, checkpoint_path="{file}")')
-    if is_registered_here(imported.name):  # An imported model without experts is timm's own.
-        number = model_info(imported.name, **imported.kwargs).experts_of_row
+def _import(import_checkpoint: Callable[[str], nn.Module], args: argparse.Namespace) -> None:
+    """Write an official checkpoint as a folder of timm."""
+    folder = check_target(args.output_dir, args.overwrite)
+    model = import_checkpoint(args.prefix)
+    layers = moe_layers(model)
+    export = export_moe if layers else export_dense  # without experts it is timm's own
+    export(model, folder, overwrite=args.overwrite)
+    cfg = get_pretrained_cfg(model)
+    show(f"Wrote {parameters(model):,} parameters of a {cfg['architecture']} to {folder}.")
+    show(f'Load it with timm.create_model("local-dir:{folder.as_posix()}", pretrained=True).')
+    for layer in list(layers.values())[:1]:
         show(
-            f"The checkpoint does not say how many experts a token takes: top_k is {number} unless "
-            "you state it."
+            "The checkpoint does not say how many experts a token takes: top_k is "
+            f"{layer.router.top_k} unless you state it."
+        )
+    if "crop_pct" not in cfg:
+        show(
+            "It does not say how its images were cropped either: config.json has timm's crop_pct, "
+            f"{preprocessing(model)['crop_pct']}."
         )
 
 

@@ -10,8 +10,6 @@ import re
 import pytest
 import timm
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from swin_moe_files import (
     CLASSES,
     DEPTHS,
@@ -31,7 +29,6 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch.nn.functional import gelu, layer_norm
 
 import timm_moe
-from timm_moe.checkpoints.source import load_source
 from timm_moe.checkpoints.swin_moe import import_checkpoint, model_of
 from timm_moe.layers import CosineRouter, MoeMlp
 from timm_moe.models.swin_moe import VARIANTS
@@ -126,64 +123,67 @@ def reference(rest, experts, image):
     return rest["head.weight"] @ normalised(rest, "norm", x).mean((0, 1)) + rest["head.bias"]
 
 
-def assert_equal_to_reference(imported, file, rest, experts):
-    model = timm.create_model(imported.name, **imported.kwargs).double()
-    model.load_state_dict(load_file(file))
+@pytest.fixture
+def in_double():
+    """The arrays of the files here are of this type, and so are the models that are made."""
+    torch.set_default_dtype(DOUBLE)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_equal_to_reference(imported, rest, experts):
     images = torch.randn(
         2, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(1), dtype=DOUBLE
     )
     expected = torch.stack([reference(rest, experts, image) for image in images])
-    torch.testing.assert_close(model.eval()(images), expected, rtol=0, atol=1e-9)
-    return model
+    torch.testing.assert_close(imported.eval()(images), expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize(("num_experts", "ranks"), [(2, 8), (8, 4), (4, 4), (4, 1)])
 @pytest.mark.first_case
-def test_imported_files_give_the_references_outputs(num_experts, ranks, cosine, tmp_path):
+def test_imported_files_give_the_references_outputs(
+    num_experts, ranks, cosine, in_double, tmp_path
+):
     """Hidden units cut over four processes, one expert in each, two in each, all in one."""
     rest, experts = whole_model(num_experts, cosine)
-    prefix, file = write(tmp_path, rest, experts, ranks), tmp_path / "out.safetensors"
-    imported = import_checkpoint(prefix, file)
-    model = assert_equal_to_reference(imported, file, rest, experts)
-    layers = timm_moe.moe_layers(model)
+    imported = import_checkpoint(write(tmp_path, rest, experts, ranks))
+    assert_equal_to_reference(imported, rest, experts)
+    layers = timm_moe.moe_layers(imported)
     found = {path: layer.num_experts for path, layer in layers.items()}
     assert found == {"layers.2.blocks.1.mlp": num_experts, "layers.3.blocks.0.mlp": num_experts}
-    assert imported.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_one_file_of_all_experts(tmp_path):
+def test_one_file_of_all_experts(in_double, tmp_path):
     rest, experts = whole_model(4)
     master, parts = files_of(rest, experts, 1)
     torch.save({"model": master | parts[0]}, tmp_path / "swin.pth.global")
-    imported = import_checkpoint(tmp_path / "swin", tmp_path / "out.safetensors")
-    assert_equal_to_reference(imported, tmp_path / "out.safetensors", rest, experts)
+    imported = import_checkpoint(tmp_path / "swin")
+    assert_equal_to_reference(imported, rest, experts)
 
 
 @pytest.mark.parametrize("fc2_bias", [False, True])
 @pytest.mark.parametrize("suffix", [".pth.global", ".pth"])
 @pytest.mark.first_case
-def test_a_dense_file_becomes_a_swin_of_timm(suffix, fc2_bias, tmp_path):
+def test_a_dense_file_becomes_a_swin_of_timm(suffix, fc2_bias, in_double, tmp_path):
     rest, _ = whole_model(fc2_bias=fc2_bias)
     torch.save({"model": rest}, tmp_path / f"dense{suffix}")
-    imported = import_checkpoint(tmp_path / f"dense{suffix}", tmp_path / "out.safetensors")
-    assert imported.name == "swin_small_patch4_window7_224"
-    model = assert_equal_to_reference(imported, tmp_path / "out.safetensors", rest, {})
-    assert not timm_moe.moe_layers(model)
+    imported = import_checkpoint(tmp_path / f"dense{suffix}")
+    assert_equal_to_reference(imported, rest, {})
+    assert type(imported) is timm.models.SwinTransformer
 
 
 def test_the_command_prints_the_line_that_loads_the_file(tmp_path, capsys):
-    prefix, file = write(tmp_path, *whole_model(4, cosine=True), 4), tmp_path / "out.safetensors"
+    prefix, file = write(tmp_path, *whole_model(4, cosine=True), 4), tmp_path / "out"
     assert main(["import-swin-moe", f"{prefix}.pth.master", str(file)]) == 0
     out = capsys.readouterr().out
     assert "parameters of a swin_moe_small_patch4_window12_192_8e to" in out
     assert "top_k is 1 unless you state it" in out
-    model = eval(re.search(r"timm\.create_model\(.*\)", out)[0], {"timm": timm})
-    assert model(torch.randn(1, 3, IMAGE, IMAGE)).shape == (1, CLASSES)
-    with safe_open(file, "pt") as opened:
-        assert opened.metadata()["model"] == "swin_moe_small_patch4_window12_192_8e"
+    model = eval(re.search(r"timm\.create_model\(.*\)", out)[0], {"timm": timm}).eval()
+    x = torch.randn(1, 3, IMAGE, IMAGE)
+    torch.testing.assert_close(model(x), import_checkpoint(prefix).eval()(x))
     assert main(["import-swin-moe", str(prefix), str(file)]) == 1
-    assert "exists; pass --overwrite" in capsys.readouterr().err
+    assert "is not empty; pass --overwrite" in capsys.readouterr().err
     assert main(["import-swin-moe", str(prefix), str(file), "--overwrite"]) == 0
 
 
@@ -195,18 +195,15 @@ def test_an_import_states_the_images_of_the_reference(tmp_path, caplog, experts)
     else:
         prefix = tmp_path / "dense"
         torch.save({"model": whole_model()[0]}, tmp_path / "dense.pth.global")
-    import_checkpoint(prefix, tmp_path / "out.safetensors")
-    cfg = load_source(tmp_path / "out.safetensors").pretrained_cfg
+    cfg = import_checkpoint(prefix).pretrained_cfg
     assert (cfg["crop_pct"], cfg["interpolation"]) == (0.875, "bicubic")
-    assert cfg["mean"] == (0.485, 0.456, 0.406)
+    assert tuple(cfg["mean"]) == (0.485, 0.456, 0.406)
     assert "is a guess" not in caplog.text
 
 
 def test_a_dense_file_has_no_word_about_experts(tmp_path, capsys):
     torch.save({"model": whole_model()[0]}, tmp_path / "dense.pth.global")
-    assert (
-        main(["import-swin-moe", str(tmp_path / "dense"), str(tmp_path / "out.safetensors")]) == 0
-    )
+    assert main(["import-swin-moe", str(tmp_path / "dense"), str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "top_k" not in out
     assert (
@@ -215,18 +212,15 @@ def test_a_dense_file_has_no_word_about_experts(tmp_path, capsys):
 
 
 def test_imported_weights_can_be_trained_with_other_classes(tmp_path):
-    prefix, file = write(tmp_path, *whole_model(4), 2), tmp_path / "out.safetensors"
-    imported = import_checkpoint(prefix, file)
-    kwargs = {**imported.kwargs, "num_classes": 3}
-    model = timm.create_model(
-        imported.name, pretrained=True, pretrained_cfg_overlay=dict(file=str(file)), **kwargs
-    )
+    imported = import_checkpoint(write(tmp_path, *whole_model(4), 2))
+    timm_moe.export_moe(imported, tmp_path / "out")
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, num_classes=3)
     (
         model(torch.randn(2, 3, IMAGE, IMAGE)).square().mean() + timm_moe.auxiliary_loss(model)
     ).backward()
     assert torch.equal(
         model.layers[2].blocks[1].mlp.fc1.weight,
-        load_file(file)["layers.2.blocks.1.mlp.fc1.weight"].float(),
+        imported.layers[2].blocks[1].mlp.fc1.weight,
     )
 
 
@@ -338,11 +332,6 @@ BIAS = "layers.2.blocks.1.mlp._moe_layer.experts.batched_fc2_bias"
             "rank1 and .*rank0 .*different checkpoints",
         ),
         (
-            "rank1",
-            lambda model: model.update({EXPERT: torch.ones(1, 1, 1).expand(1, 128, 32)}),
-            "rank1 states more el",
-        ),
-        (
             "master",
             lambda model: model.update({"norm.bias": torch.ones(64, dtype=torch.bool)}),
             "holds norm.bias as",
@@ -355,8 +344,7 @@ def test_other_arrays_than_a_swin_moes(suffix, edit, message, tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     change(f"{prefix}.pth.{suffix}", edit)
     with pytest.raises(ValueError, match=message):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
-    assert not (tmp_path / "out.safetensors").exists()
+        import_checkpoint(prefix)
 
 
 @pytest.mark.parametrize("num_experts", [2, 4, 8])
@@ -364,17 +352,17 @@ def test_files_of_processes_that_are_missing(num_experts, tmp_path):
     prefix = write(tmp_path, *whole_model(num_experts), 4)
     (tmp_path / "swin.pth.rank3").unlink()
     with pytest.raises(ValueError, match=rf"3 \.rank files .*{num_experts} experts of 128"):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
+        import_checkpoint(prefix)
     (tmp_path / "swin.pth.rank1").unlink()
     with pytest.raises(FileNotFoundError, match=r"swin\.pth\.rank1 is missing: .*swin\.pth"):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
+        import_checkpoint(prefix)
     (tmp_path / "swin.pth.rank2").unlink()
     (tmp_path / "swin.pth.rank0").unlink()
     with pytest.raises(FileNotFoundError, match=r"swin.pth.rank0 is missing"):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
+        import_checkpoint(prefix)
     (tmp_path / "swin.pth.master").unlink()
     with pytest.raises(FileNotFoundError, match=r"no .*swin\.pth\.master"):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
+        import_checkpoint(prefix)
     assert not list(tmp_path.iterdir())
 
 
@@ -382,17 +370,17 @@ def test_files_of_others_in_the_folder_do_not_matter(tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     for name in ("9", "other.pth.rank9", "swin.pth.rank9.bak", "swin.pth.rank"):
         (tmp_path / name).touch()
-    import_checkpoint(prefix, tmp_path / "out.safetensors")
+    import_checkpoint(prefix)
     (tmp_path / "swin.pth.rank999999999").touch()
     with pytest.raises(FileNotFoundError, match=r"swin.pth.rank4 is missing"):
-        import_checkpoint(prefix, tmp_path / "out.safetensors", overwrite=True)
+        import_checkpoint(prefix)
 
 
 def test_a_file_that_was_copied_over_another(tmp_path):
     prefix = write(tmp_path, *whole_model(4), 4)
     (tmp_path / "swin.pth.rank2").write_bytes((tmp_path / "swin.pth.rank0").read_bytes())
     with pytest.raises(ValueError, match=r"\.rank files .*layers\.2\.blocks\.1: .*copied"):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
+        import_checkpoint(prefix)
 
 
 def test_files_of_another_run_with_other_experts(tmp_path):
@@ -400,7 +388,7 @@ def test_files_of_another_run_with_other_experts(tmp_path):
     write(tmp_path, *whole_model(8), 4, name="other")
     (tmp_path / "swin.pth.rank3").write_bytes((tmp_path / "other.pth.rank3").read_bytes())
     with pytest.raises(ValueError, match=r"rank3 and .*rank0 .*different checkpoints"):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
+        import_checkpoint(prefix)
 
 
 class Code:
@@ -412,7 +400,7 @@ def test_a_file_that_runs_code(tmp_path, capsys):
     prefix = write(tmp_path, *whole_model(4), 4)
     torch.save({"model": {}, "config": Code()}, f"{prefix}.pth.rank1")
     with pytest.raises(ValueError, match=r"rank1 runs code .*builtins\.print\."):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
+        import_checkpoint(prefix)
     assert capsys.readouterr().out == ""
 
 
@@ -422,20 +410,18 @@ def test_a_truncated_file(length, tmp_path):
     file = tmp_path / "swin.pth.rank1"
     file.write_bytes(file.read_bytes()[:length])
     with pytest.raises(ValueError, match=r"rank1 is (empty|damaged or not)"):
-        import_checkpoint(prefix, tmp_path / "out.safetensors")
-    assert not (tmp_path / "out.safetensors").exists()
+        import_checkpoint(prefix)
 
 
 def test_files_that_a_run_resumes_from_have_no_master(tmp_path):
     """Each process then writes what all share beside its experts."""
     rest, experts = whole_model(cosine=True, num_experts=4)
     prefix = write(tmp_path, rest, experts, ranks=2)
-    import_checkpoint(prefix, expected := tmp_path / "expected.safetensors")
+    first = import_checkpoint(prefix).state_dict()
     master, parts = files_of(rest, experts, 2)
     for rank, part in enumerate(parts):
         torch.save({"model": {**master, **part}, "epoch": 3}, tmp_path / f"own.pth.rank{rank}")
-    import_checkpoint(tmp_path / "own", found := tmp_path / "found.safetensors")
-    first, second = load_file(expected), load_file(found)
+    second = import_checkpoint(tmp_path / "own").state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -446,7 +432,6 @@ def test_more_than_ten_processes_are_in_the_order_of_their_numbers(tmp_path):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         prefix = write(folder, *whole_model(4), ranks)
-        import_checkpoint(prefix, folder / "out.safetensors")
-        made.append(load_file(folder / "out.safetensors"))
+        made.append(import_checkpoint(prefix).state_dict())
     assert made[0].keys() == made[1].keys()
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])

@@ -588,15 +588,11 @@ def test_to_dense_gives_the_stock_class(images):
 
 def test_official_checkpoint(tmp_path):
     expected = np.load(DATA / "vmoe" / "expected.npz")
-    imported = import_checkpoint(DATA / "vmoe" / "eee_tiny", tmp_path / "eee.safetensors")
-    assert imported.name == "vmoe_pbe_s32"
-    assert imported.kwargs["ensemble_size"] == 2
-    model = timm.create_model(
-        imported.name,
-        **imported.kwargs,
-        checkpoint_path=str(tmp_path / "eee.safetensors"),
-        group_images=2,
-    )
+    imported = import_checkpoint(DATA / "vmoe" / "eee_tiny")
+    assert imported.pretrained_cfg["architecture"] == "vmoe_pbe_s32"
+    assert imported.ensemble_size == 2
+    timm_moe.export_moe(imported, tmp_path / "eee")
+    model = timm.create_model(f"local-dir:{tmp_path / 'eee'}", pretrained=True, group_images=2)
     images = torch.from_numpy(expected["images_NHWC"]).permute(0, 3, 1, 2)
     logits = model.eval().forward_members(images).flatten(0, 1)
     torch.testing.assert_close(

@@ -143,7 +143,7 @@ SAFETENSORS = [
     *(f"{name}={value}" for name, value in VIT.items()),
 ]
 FOLDER = ["export", "--moe", "folder", "out"]
-IMPORT = ["import-vmoe", "vmoe_tiny", "out.safetensors"]
+IMPORT = ["import-vmoe", "vmoe_tiny", "out"]
 IMAGES = ["--data-dir", "images", "--split", "test", "-j", "0", "-b", "4"]
 EVALUATE = ["evaluate", "routed.pth.tar", *IMAGES, "--json", "out.json"]
 ROUTES = ["routes", "folder", "out", *IMAGES]

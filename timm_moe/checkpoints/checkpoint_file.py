@@ -27,7 +27,6 @@ from .description import (
     Blueprint,
     architecture_arguments,
     are_whole,
-    args_of_import,
     args_of_trainer,
     check_arguments,
     measures_ema,
@@ -49,15 +48,6 @@ def load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     with _refusing_damaged_arguments(path):
         train_args = args_of_trainer(checkpoint)
         is_of_train_py = are_whole(train_args)
-        stated_by = "its trainer's arguments" if train_args else "its import"
-        if not train_args:
-            # A model that the user names is not the import's, but its images are.
-            left_out = () if spec.name is None else ("model", "model_kwargs")
-            train_args = {
-                option: value
-                for option, value in args_of_import(path).items()
-                if option not in left_out
-            }
     if not use_ema and holds_ema(checkpoint):
         measured = ", of which train.py's accuracies are" if measures_ema(train_args) else ""
         _logger.info(
@@ -74,7 +64,7 @@ def load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     own = dict(model.named_parameters())
     is_dense = any(own[key].ndim > weights[key].ndim for key in own.keys() & weights)
     _tell_of_guesses(model, name, train_args, spec, is_dense, path)
-    _state_images(model, name, train_args, stated_by, spec, path, is_of_train_py)
+    _state_images(model, name, train_args, spec, path, is_of_train_py)
     # Class names may be those of the weights that training started from.
     change_pretrained_cfg(model, label_names=None, label_descriptions=None)
     model.origin = Origin(  # type: ignore[assignment]
@@ -257,7 +247,6 @@ def _state_images(
     model: nn.Module,
     name: str,
     train_args: dict[str, Any],
-    stated_by: str,
     spec: ModelSpec,
     path: Path,
     is_of_train_py: bool,
@@ -276,7 +265,7 @@ def _state_images(
         raise ValueError(f"The trainer's arguments in {path} do not fit: {error}") from error
     except Exception as error:
         raise _damaged_arguments(path, error) from error
-    origins |= dict.fromkeys(stated, stated_by)
+    origins |= dict.fromkeys(stated, "its trainer's arguments")
     prepare(model, spec, origins, str(path), name)
     keep_args_of_images(model, train_args, path)
 

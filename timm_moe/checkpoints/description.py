@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from timm.models import PretrainedCfg, model_entrypoint
 from torch import nn
 
@@ -28,8 +27,7 @@ from ..models.mixin import constructor_arguments
 from ..models.registered import check_registered, is_registered_here
 from ..timm_classes import timm_classes
 
-#: Entries of the preprocessing that an imported checkpoint may state, and that are asked of the
-#: user where nobody states them.
+#: Entries of the preprocessing that are asked of the user where nobody states them.
 OF_IMAGES = ("mean", "std", "crop_pct", "interpolation")
 #: Prefixes of model names that lead to a folder or a repository.
 SOURCE_PREFIXES = ("local-dir:", "hf-hub:")
@@ -146,28 +144,6 @@ def args_of_trainer(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     ):  # the side of an image, of DeiT's and MAE's trainers
         stated["img_size"] = stated.pop("input_size")
     return stated
-
-
-def args_of_import(path: Path) -> dict[str, Any]:
-    """Return the model, its options and its images' preprocessing that an import states.
-
-    They have the names of train.py's arguments.
-    """
-    if path.suffix != ".safetensors":
-        return {}
-    with safe_open(path, "pt") as file:
-        stated = file.metadata() or {}
-    if "model" not in stated:
-        return {}
-    options, images = (
-        json.loads(stated.get(entry, "{}"), parse_constant=_refuse_constant)
-        for entry in ("model_kwargs", "images")
-    )
-    return {
-        **{name: images[name] for name in OF_IMAGES if name in images},
-        "model": stated["model"],
-        "model_kwargs": _flattened(options),
-    }
 
 
 def are_whole(args: Mapping[str, Any]) -> bool:

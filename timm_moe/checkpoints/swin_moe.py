@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .layouts import require_tensors
 from .reading import read_checkpoint, require_intact
-from .vmoe import ImportedModel, require_finite, require_fit, require_output, write_imported
+from .vmoe import imported_model, require_finite, require_fit
 
 Tensors = dict[str, Tensor]
 
@@ -49,26 +49,19 @@ _COMPUTED = re.compile(
 )
 
 
-def import_checkpoint(
-    prefix: str | Path, output: str | Path, overwrite: bool = False
-) -> ImportedModel:
-    """Write a Swin-MoE checkpoint as a safetensors file.
-
-    ``timm.create_model(..., checkpoint_path=...)`` loads it.
+def import_checkpoint(prefix: str | Path) -> nn.Module:
+    """Load a Swin-MoE checkpoint as a model of timm.
 
     Args:
         prefix: common beginning of the names of its files: ``.pth.master`` and one ``.pth.rank…``
             for each process, or a single ``.pth.global`` or ``.pth``. One without experts becomes a
             plain Swin of timm.
-        output: file to write, ending in ``.safetensors``; missing parents are made.
-        overwrite: replace a file that exists.
 
     Raises:
-        OSError: if a file is missing, exists already, or cannot be written.
+        OSError: if a file is missing.
         ValueError: if a file is damaged or would run code, the files do not belong together, or
-            they are no Swin-MoE's or not finite; then nothing is written.
+            they are no Swin-MoE's or not finite.
     """
-    output = require_output(output, overwrite)
     rest, ranks = _read(prefix)
     try:
         name, kwargs = model_of(rest)
@@ -79,7 +72,7 @@ def import_checkpoint(
         ) from error
     require_finite(state_dict)
     require_fit(state_dict, name, kwargs, "Swin-MoE")
-    return write_imported(output, overwrite, name, kwargs, state_dict, _IMAGES)
+    return imported_model(name, kwargs, state_dict, _IMAGES)
 
 
 def model_of(rest: Tensors) -> tuple[str, dict[str, Any]]:

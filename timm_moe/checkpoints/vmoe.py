@@ -5,7 +5,6 @@ Their arrays get timm's names, and their shapes tell the model.
 Names in shapes: D width, h heads, d width of a head, E experts, H hidden width.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,14 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import timm
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..files import check_writable, written_whole
+from ..model_config import change_pretrained_cfg
 from ..models.registered import weightless_model
 from ..models.variants import vmoe_variants
+from ..quick_init import quick_init
+from .description import OF_IMAGES
 from .layouts import require_kinds
 from .vmoe_format import read_arrays
 
@@ -73,14 +73,6 @@ _PARTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "mlp.fc2.weight": ("Mlp/Dense_1/kernel", _transposed),
     "mlp.fc2.bias": ("Mlp/Dense_1/bias", _same),
 }
-
-
-class ImportedModel(NamedTuple):
-    """Name, arguments and size of an imported model."""
-
-    name: str
-    kwargs: dict[str, Any]  #: further arguments of ``timm.create_model``
-    parameters: int  #: their number
 
 
 def state_dict_from_flax(params: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -249,24 +241,16 @@ def _registered_name(size: dict[str, Any]) -> str | None:
     return None
 
 
-def import_checkpoint(
-    prefix: str | Path, output: str | Path, overwrite: bool = False
-) -> ImportedModel:
-    """Write an official checkpoint as a safetensors file.
-
-    ``timm.create_model(..., checkpoint_path=...)`` loads it.
+def import_checkpoint(prefix: str | Path) -> nn.Module:
+    """Load an official checkpoint as a model of timm.
 
     Args:
         prefix: common beginning of the names of its ``.index`` and ``.data-…`` files.
-        output: file to write, ending in ``.safetensors``; missing parents are made.
-        overwrite: replace a file that exists.
 
     Raises:
-        OSError: if a file is missing, exists already, or cannot be written.
-        ValueError: if the checkpoint is damaged, is no V-MoE or is not finite; then nothing is
-            written.
+        OSError: if a file is missing.
+        ValueError: if the checkpoint is damaged, is no V-MoE or is not finite.
     """
-    output = require_output(output, overwrite)
     params = read_arrays(prefix)
     require_finite(params)
     state_dict = state_dict_from_flax(params)
@@ -274,21 +258,7 @@ def import_checkpoint(
     # All of the reference's configurations have images in [-1, 1]. Their crops differ.
     half = [0.5] * kwargs.get("in_chans", 3)
     images = {"mean": half, "std": half, "interpolation": "bilinear"}
-    return write_imported(output, overwrite, name, kwargs, state_dict, images)
-
-
-def require_output(output: str | Path, overwrite: bool) -> Path:
-    """Return the path of a safetensors file to write.
-
-    Raises:
-        OSError: if the file exists already or cannot be written.
-        ValueError: if its name does not end in ``.safetensors``.
-    """
-    output = Path(output)
-    if output.suffix != ".safetensors":
-        raise ValueError(f"The output must be a file that ends in .safetensors, got {output}.")
-    check_writable(output, overwrite)
-    return output
+    return imported_model(name, kwargs, state_dict, images)
 
 
 def require_finite(arrays: Mapping[str, Tensor]) -> None:
@@ -298,27 +268,15 @@ def require_finite(arrays: Mapping[str, Tensor]) -> None:
             raise ValueError(f"The checkpoint's array {path} holds NaN or Inf.")
 
 
-def write_imported(
-    output: Path,
-    overwrite: bool,
-    name: str,
-    kwargs: dict[str, Any],
-    state_dict: dict[str, Tensor],
-    images: dict[str, Any],
-) -> ImportedModel:
-    """Write weights with the model that they are of, and what is known of its images."""
-    metadata = {
-        "format": "pt",
-        "model": name,
-        "model_kwargs": json.dumps(kwargs),
-        "images": json.dumps(images),
-    }
-    with written_whole(output, overwrite) as partial:
-        try:
-            save_file(state_dict, partial, metadata)
-        except SafetensorError as error:  # of a full disk
-            raise OSError(f"{output} could not be written: {error}") from error
-    return ImportedModel(name, kwargs, sum(tensor.numel() for tensor in state_dict.values()))
+def imported_model(
+    name: str, kwargs: dict[str, Any], state_dict: dict[str, Tensor], images: dict[str, Any]
+) -> nn.Module:
+    """Create the model of a checkpoint, whose config states what is known of its images."""
+    with quick_init():
+        model = timm.create_model(name, **kwargs)
+    model.load_state_dict(state_dict)
+    change_pretrained_cfg(model, **{entry: images.get(entry) for entry in OF_IMAGES})
+    return model
 
 
 def _blocks(paths: Iterable[str], part: str = "") -> set[int]:
