@@ -112,7 +112,10 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(parser: argparse.ArgumentParser) -> None:
-    source = "any source that export takes; the README.md of a folder is its card"
+    source = (
+        "any source that export takes; the README.md of a folder is its card, of one with experts "
+        "by --moe"
+    )
     parser.add_argument("source", metavar="DIR_OR_CHECKPOINT", help=source)
     parser.add_argument(
         "repo_id", metavar="USER/NAME", help="repository on the Hub, made if it is not there"

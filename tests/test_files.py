@@ -173,9 +173,13 @@ def test_outputs_that_nothing_can_be_written_to(tmp_path):
 
 def test_a_folder_that_the_user_must_not_write_to(tmp_path, monkeypatch):
     """Known before anything is done, and in one sentence."""
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+    def refuse(folder):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
     for check in (check_writable, lambda file: check_folder(file, NAMES)):
-        with pytest.raises(PermissionError, match=r"^\S*/a/b .*closed to you\.$"):
+        with pytest.raises(PermissionError, match=r"^\S*/a/b .*Permission denied\.$"):
             check(tmp_path / "a/b")
     assert not list(tmp_path.iterdir())
 
@@ -332,6 +336,16 @@ def test_a_drive_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: False)
     with pytest.raises(FileNotFoundError, match="on a drive that is not there"):
         check_writable(tmp_path / "a.json")
+
+
+def test_the_check_of_a_place_leaves_nothing(tmp_path, monkeypatch):
+    """Leftovers of a process that was killed in the midst of its check go, too."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", lambda path: None)
+        check_writable(tmp_path / "a.json")
+    assert len(os.listdir(tmp_path)) == 1
+    check_writable(tmp_path / "a.json")
+    assert os.listdir(tmp_path) == []
 
 
 # --- what killed processes leave

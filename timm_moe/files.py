@@ -6,6 +6,7 @@ They are written to a hidden folder, ``.NAME.timm_moe.partial``, and renamed. Th
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ except ModuleNotFoundError:  # not a Unix
 
 _PARTIAL = ".timm_moe.partial"
 _LOCK = ".timm_moe.lock"
+_TRIAL = ".timm_moe.trial"
 
 
 def check_writable(file: str | Path, overwrite: bool = False) -> None:
@@ -87,17 +89,30 @@ def require_inside(file: Path, folder: Path) -> Path:
 
     Args:
         file: the file to read.
-        folder: the folder that its links must not lead out of.
+        folder: the folder that its links must not lead out of. A snapshot in the Hub's cache has
+            links to the ``blobs`` of its own repository, which have links to the ``blobs`` of the
+            cache, by hash.
 
     Raises:
         ValueError: if the file leads out of the folder.
     """
     target = file.resolve()
-    if not target.is_relative_to(folder.resolve()):
+    places = _places(folder.resolve(), target)
+    if not any(target.is_relative_to(place) for place in places):
         raise ValueError(
             f"{file} leads out of {folder}, to {target}: put a copy there, if it belongs there."
         )
     return target
+
+
+def _places(folder: Path, target: Path) -> Iterator[Path]:
+    """Yield the folders that a folder's links may lead to."""
+    yield folder
+    for parent in folder.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            yield parent.parent / "blobs"
+            if re.fullmatch("[0-9a-f]{64}", target.name):
+                yield parent.parents[1] / "blobs" / target.name[:2]
 
 
 def check_folder(folder: str | Path, names: Sequence[str], overwrite: bool = False) -> None:
@@ -125,7 +140,7 @@ def check_folder(folder: str | Path, names: Sequence[str], overwrite: bool = Fal
 def holds_something(folder: Path) -> bool:
     """Return whether a folder has any entry besides the hidden ones of this module."""
     return folder.is_dir() and any(
-        not path.name.endswith((_PARTIAL, _LOCK)) for path in folder.iterdir()
+        not path.name.endswith((_PARTIAL, _LOCK, _TRIAL)) for path in folder.iterdir()
     )
 
 
@@ -145,8 +160,16 @@ def _check_place(output: Path) -> None:
         raise FileNotFoundError(f"{output} is on a drive that is not there.")
     if not place.is_dir():
         raise NotADirectoryError(f"{place} is a file, so {output} cannot be made in it.")
-    if not os.access(place, os.W_OK):
-        raise PermissionError(f"{output} could not be written: {place} is closed to you.")
+    # Windows cannot be asked for the rights, and there tempfile tries for ever.
+    trial = place / _TRIAL
+    try:
+        # Another process may try the same place, or was killed as it did.
+        with suppress(FileExistsError):
+            trial.mkdir()
+        with suppress(FileNotFoundError):
+            trial.rmdir()
+    except OSError as error:
+        raise type(error)(f"{output} could not be written: {error.strerror}.") from error
 
 
 @contextmanager

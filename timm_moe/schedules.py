@@ -42,20 +42,18 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def get_schedule(schedule: str | Schedule) -> Schedule:
-    """Look up a schedule by its name; a function is one itself.
+def get_schedule(name: str) -> Schedule:
+    """Look up a schedule by name.
 
     Raises:
         ValueError: if there is none of that name.
     """
-    if callable(schedule):
-        return schedule
-    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(
-            f"share_schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}; one of your "
-            "own is entered first, into timm_moe.schedules.SCHEDULES."
+            f"share_schedule must be one of {', '.join(SCHEDULES)}, got {name!r}; one of your own "
+            "is entered first, into timm_moe.schedules.SCHEDULES."
         )
-    return SCHEDULES[schedule]
+    return SCHEDULES[name]
 
 
 def check_share_rate(

@@ -409,6 +409,14 @@ def test_a_run_is_measured_as_by_evaluate(tmp_path, kind):
     assert found.right.double().mean().item() == pytest.approx(expected["accuracy"])
 
 
+def test_a_run_by_bce_is_told_of(tmp_path, caplog):
+    images = image_folder(write_images(tmp_path / "data", {"validation": 1}, list("abcde")))
+    name = "vit_tiny_patch16_224"
+    file = save_as_train_py(tmp_path / "a.pth", make_model(name), name, img_size=32, bce_loss=True)
+    comparison.measure_runs([Run("run-0", str(file), "run")], images, inference=_inference())
+    assert "binary cross-entropy" in caplog.text
+
+
 def test_an_ensemble_gets_right_what_the_mean_of_its_members_does(tmp_path):
     torch.manual_seed(0)
     images = image_folder(write_images(tmp_path / "data", {"validation": 12}, list("abcde")))

@@ -268,7 +268,9 @@ def test_what_a_file_states_leads_nowhere(runs, root, places, pair):
         if event not in ("open", "os.listdir", "os.scandir"):  # it changes something
             own = path.startswith((str(root / "work/out-"), str(root / "work/.out-"), "/dev/null"))
             passing = path.startswith(temporary) and not path.startswith(str(root))
-            assert own or passing, (event, path)
+            # A folder that is removed at once: can outputs be made here?
+            is_trial = path == str(root / "work/.timm_moe.trial")
+            assert own or passing or is_trial, (event, path)
     assert "Traceback" not in err
     assert status == (CASES[case] is not None), err
     if status:

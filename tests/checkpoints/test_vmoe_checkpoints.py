@@ -85,6 +85,13 @@ def test_the_command_prints_the_line_that_loads_the_file(expected, tmp_path, cap
     assert main(["import-vmoe", str(FOLDER / "vmoe_tiny"), str(file), "--overwrite"]) == 0
 
 
+def test_an_import_states_what_is_known_of_its_images():
+    """The reference's crops differ: the whole image after fine-tuning, 224 of 256 pixels before."""
+    cfg = import_checkpoint(FOLDER / "vmoe_tiny").pretrained_cfg
+    assert [*cfg["mean"], *cfg["std"], cfg["interpolation"]] == [*[0.5] * 6, "bilinear"]
+    assert "crop_pct" not in cfg
+
+
 def test_imported_weights_can_be_trained_and_resized(tmp_path):
     """The pretrained road of timm: another head, other image size."""
     imported = import_checkpoint(FOLDER / "vmoe_tiny")

@@ -76,6 +76,7 @@ def test_a_rule_gives_sorted_blocks_of_the_model_or_an_error(rule, number, depth
         ({"num_experts": 1}, "num_experts=1 needs share_rate=0"),
         ({"share_rate": float("nan")}, "share_rate .*nan"),
         ({"share_schedule": "cosine"}, "share_schedule .*linear, constant, early, late.*'cosine'"),
+        ({"share_schedule": min}, "share_schedule .*linear, constant, early, late.*function min"),
         ({"router": "magic"}, "router .*random, top_k, expert_choice, soft.*'magic'"),
         ({"expert_init": "zero"}, "expert_init .*'zero'"),
     ],

@@ -260,7 +260,8 @@ def test_of_five_classes_one_of_five_answers_is_always_right(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("channels", "kind"), [(3, "pixels and"), (2, "pixels with 2 channels and")]
+    ("channels", "kind"),
+    [(3, "pixels and"), (1, "pixels with 1 channel and"), (2, "pixels with 2 channels and")],
 )
 def test_the_card_tells_of_unusual_channels(channels, kind):
     model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, in_chans=channels)

@@ -164,7 +164,7 @@ def test_a_repository_is_exported(hub, checkpoint, tmp_path):
     assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
 
 
-def test_a_folder_is_uploaded_as_it_is(hub, server, checkpoint, tmp_path):
+def test_a_folder_that_was_exported_is_uploaded_as_it_is(hub, server, checkpoint, tmp_path):
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     (folder / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
     (folder / "secrets.env").write_text("password")
@@ -191,6 +191,9 @@ def test_a_folder_of_experts_is_published_as_a_checkpoint_is(hub, server, checkp
         pushed = server.files(f"user/{name}", "dense")
         assert json.loads(pushed["config.json"])["architecture"] == "vit_tiny_patch16_224"
         assert pushed["README.md"] != b"Mine."
+        _, _, told = hub.run("push", folder, "a/b", "--dry-run", "--use-ema")
+        assert "is about its experts, so it is not uploaded" in told
+        assert "has one kind of weights" in told
         assert "size mismatch for head.weight" in hub.refused(folder, "a/b", "--num-classes", "3")
     dense = timm_moe.export_dense(checkpoint, tmp_path / "dense").path
     assert "has no expert layers" in hub.refused(dense, "user/vit", "--method", "svd")
@@ -233,13 +236,17 @@ def test_a_folder_that_transformers_could_not_open_is_mended(checkpoint, hub, se
     assert json.loads((folder / "config.json").read_text()) == twice
 
 
-def test_a_history_of_other_weights_stays_here(checkpoint, hub, server, tmp_path):
+def test_of_other_weights_only_the_order_of_the_classes_is_published(
+    checkpoint, hub, server, tmp_path
+):
     folder = timm_moe.export_dense(checkpoint, tmp_path / "vit").path
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "head.bias": weights["head.bias"] + 1}, folder / "model.safetensors")
+    recorded = json.loads((folder / "config.json").read_text())["timm_moe"]
     hub.push(folder, "user/vit")
     stated = json.loads(server.files("user/vit")["config.json"])["timm_moe"]
-    assert stated.keys() == {"file", "numbering", "weights"}
+    assert stated.pop("weights") != recorded["weights"]
+    assert stated == {"file": "vit", "numbering": recorded["numbering"]}
 
 
 def test_names_of_classes_are_published(checkpoint, hub, server, tmp_path):

@@ -1,6 +1,6 @@
 """Folders of strangers.
 
-Links lead out of them, and a file changes while it is pushed.
+Links lead out of them, and numbers are not finite.
 """
 
 import os
@@ -115,6 +115,40 @@ def test_links_inside_a_folder_and_to_it_are_followed(stranger, tmp_path):
     link(tmp_path / "latest", stranger)
     for folder in (stranger, tmp_path / "latest", f"{stranger}/../latest"):
         assert push_moe(folder, "user/vit", dry_run=True).card == "Mine."
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_folder_in_the_hubs_cache(stranger, tmp_path, shared):
+    cache = tmp_path / "hub"
+    snapshot, blobs = cache / "models--user--vit/snapshots/0123", cache / "models--user--vit/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(stranger.iterdir())):
+        blob = blobs / str(number)
+        if shared:  # between the repositories of the cache, by hash
+            name = f"{number}" * 64
+            store = cache / "blobs" / name[:2] / name
+            store.parent.mkdir(parents=True)
+            shutil.copy(file, store)
+            blob.symlink_to(f"../../blobs/{name[:2]}/{name}")
+        else:
+            shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert push_moe(snapshot, "user/vit", dry_run=True).files.keys() == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
+    (cache / "models--user--other/blobs").mkdir(parents=True)
+    (cache / "models--user--other/blobs/9").write_text(SECRET)
+    for target in (
+        "../../../models--user--other/blobs/9",
+        "../../../blobs/token",
+        "../../refs/main",
+    ):
+        link(snapshot / "README.md", target)
+        with pytest.raises(ValueError, match=r"README\.md leads out .*0123"):
+            push_moe(snapshot, "user/vit", dry_run=True)
 
 
 def test_an_error_names_the_folder_that_was_given(stranger):

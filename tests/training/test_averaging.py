@@ -156,12 +156,13 @@ def test_a_function_as_schedule(ewa_vit):
     averaging.remove()
 
 
+@pytest.mark.parametrize("too_much", [2.0, torch.tensor(2.0)])
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a_schedule_that_leaves_the_range_is_refused(ewa_vit, monkeypatch, is_named):
+def test_a_schedule_that_leaves_the_range_is_refused(ewa_vit, monkeypatch, is_named, too_much):
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
 
     def answer(progress, share_rate):
-        return 2.0 if progress == at else share_rate
+        return too_much if progress == at else share_rate
 
     monkeypatch.setitem(SCHEDULES, "odd", answer)
     schedule = "odd" if is_named else answer

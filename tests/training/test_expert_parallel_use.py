@@ -351,7 +351,7 @@ def ema_worker(rank, folder):
 
     # A shared expert, whose own weights torch adds to the dense ones.
     reference, model = (make(shared_expert=True) for _ in range(2))
-    parallelized(model)
+    timm_moe.parallelize_experts(model, init_device_mesh("cpu", (2,)))
     reference.load_state_dict(dense)
     set_model_state_dict(model, dense, options=StateDictOptions(full_state_dict=True))
     for path, tensor in get_model_state_dict(model, options=FULL).items():

@@ -43,7 +43,7 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
     architecture = cfg["architecture"]
     channels, *sides = model_input_size(model)
     size = "x".join(map(str, sides))
-    with_channels = "" if channels == 3 else f" with {channels} channels"
+    with_channels = "" if channels == 3 else f" with {channels} channel{'s' * (channels > 1)}"
     sizes = {"this model": parameters(model)}
     if moe_layers(model):
         sizes["that a token passes through"] = activated_parameters(model)

@@ -287,8 +287,8 @@ def write_moe(
 def _require_registered_experts(model: nn.Module) -> None:
     if not moe_layers(model):
         raise ValueError(
-            f"This {type(model).__name__} has no expert layers: leave out --moe (take export_dense "
-            "or push_dense), by which it stays as it is."
+            f"This {type(model).__name__} has no expert layers: leave out --moe, or take "
+            "export_dense or push_dense, which write it unchanged."
         )
     architecture = architecture_of(model)
     is_of_dense_name = is_registered_here(architecture) and not isinstance(model, MoeMixin)

@@ -84,7 +84,14 @@ def push_dense(
     settings = PushOptions.of(push_dense, repo_id=repo_id, private=private, **options)
     api = log_in(settings)
     layout = _opened(source, settings, method)
-    own_card = None if moe_layers(layout.model) else _own_card(source, settings)
+    own_card = None
+    if not moe_layers(layout.model):
+        own_card = _own_card(source, settings)
+    elif (folder := folder_of(source)) and (folder / "README.md").exists():
+        _logger.warning(
+            f"The README.md of {folder} is about its experts, so it is not uploaded with the dense "
+            "model: --moe (push_moe) publishes the experts with it."
+        )
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
         written = write_dense(layout, made, settings, method, svd_ratio)
@@ -152,7 +159,7 @@ def _publish(
         facts = timm_facts(written.model, settings)
     else:
         facts = foreign_facts(written, made, settings)
-    text = own_card or card(facts, written.layout.history, settings)
+    text = card(facts, written.layout.history, settings) if own_card is None else own_card
     files: dict[str, Path | bytes] = {file.name: file for file in sorted(made.iterdir())}
     files["README.md"] = text.encode()
     sizes = {

@@ -33,8 +33,8 @@ class MembersMixin(VisionTransformer):
     The input of that block holds each image M times in a row, so ``forward_features`` returns (B M,
     N, D). In training the output holds the logits of all members, (B, M, C), for
     :class:`timm_moe.MemberLoss`, which timm's training tasks use automatically. In eval mode the
-    output is the log of their mean probabilities, (B, C), or without a classifier the mean of their
-    features.
+    output is the log of their mean probabilities, (B, C). A model of one output gives the members'
+    mean, (B, 1), and one without a classifier the mean of their features.
 
     Subclasses are written ``class X(MembersMixin, Y)``, with Y another subclass of
     VisionTransformer, and call :meth:`part_at` in their constructor.
@@ -70,21 +70,13 @@ class MembersMixin(VisionTransformer):
 
         With ``pre_logits`` these are features before the classifier: in eval mode the members'
         mean (B, D), in training all of them, (B, M, D).
-
-        Raises:
-            ValueError: if the model is in eval mode and has one class, of which the softmax is
-                always 1.
         """
         members = self._members(super().forward_head(x, pre_logits))
         if self.training:
             return members
-        if pre_logits or isinstance(self.head, nn.Identity):
+        # The softmax of one class is always 1.
+        if pre_logits or self.num_classes == 1 or isinstance(self.head, nn.Identity):
             return members.mean(1)
-        if self.num_classes == 1:
-            raise ValueError(
-                "An ensemble in eval mode averages its members' softmax, which has no meaning for "
-                "one output: take forward_members."
-            )
         return as_one_classifier(members)
 
     # Other arguments of timm's method differ between its versions and are handed on.

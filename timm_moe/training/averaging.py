@@ -376,7 +376,11 @@ class ExpertWeightAveraging:
         rates: list[Any] = []
         for layer in layers:
             share_rate, schedule = self._stated(layer)
-            rate = get_schedule(schedule)(progress, share_rate)
+            if isinstance(schedule, str):
+                schedule = get_schedule(schedule)
+            rate = schedule(progress, share_rate)
+            if not isinstance(progress, Tensor):
+                rate = float(rate)
             # A rate on a device is not waited for.
             known = share_rate if isinstance(rate, Tensor) else rate
             check_share_rate(known, layer.num_experts, parts=layer.parts)
