@@ -3,7 +3,7 @@
 Rows, router weights, experts, choices and active FLOPs are equal.
 
 A package that is not installed is left out. ``pip install -e ".[benchmarks]"`` installs those that
-need no compiler for CUDA; scattermoe and megablocks do.
+need no compiler for CUDA; scattermoe does.
 """
 
 import importlib.util
@@ -94,7 +94,6 @@ def contests(setting: Setting, size: Size) -> Iterator[Contest]:
             theirs = {
                 "transformers, grouped_mm": partial(qwen3_moe, size, top_k, "grouped_mm"),
                 "scattermoe": partial(scattermoe, size, top_k),
-                "megablocks": partial(megablocks, size, top_k),
             }
             layers = {
                 entry: lambda make=make: InBfloat16(make())
@@ -205,38 +204,3 @@ class _Scattered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gates, choices = self.router(x.flatten(0, 1)).softmax(1).topk(self.top_k)
         return self.experts(x, gates, choices)
-
-
-def megablocks(size: Size, top_k: int) -> nn.Module:
-    """Build megablocks' layer, which needs a GPU and grouped_gemm."""
-    from megablocks.layers.arguments import Arguments
-    from megablocks.layers.dmoe import dMoE
-
-    arguments = Arguments(
-        hidden_size=size.width,
-        ffn_hidden_size=size.hidden * 2 // 3,
-        moe_num_experts=size.experts,
-        moe_top_k=top_k,
-        mlp_type="glu",
-        mlp_impl="grouped",
-        activation_fn=nn.functional.silu,
-        bias=False,
-        return_bias=False,
-        fp16=False,
-        bf16=True,
-    )
-    return _Forgetful(dMoE(arguments))
-
-
-class _Forgetful(nn.Module):
-    """megablocks keeps what its balance loss needs until someone clears it."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        from megablocks.layers.moe import clear_load_balancing_loss
-
-        clear_load_balancing_loss()
-        return self.layer(x)

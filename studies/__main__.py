@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import images, page, results
+from . import page, results
 from .catalogue import STUDIES
 from .runs import Place, Run
 from .scheduler import work_off
@@ -22,7 +22,11 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m studies",
+        description=__doc__,
+        epilog="TIMM_SCRIPTS names the folder with timm's train.py and validate.py.",
+    )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; by default all"
     )
@@ -47,13 +51,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="images: train/<class>/ and test/<class>/"
-    )
-    parser.add_argument(
-        "--scripts",
-        type=Path,
-        default=os.environ.get("TIMM_SCRIPTS"),
-        metavar="DIR",
-        help="with timm's train.py and validate.py; by default $TIMM_SCRIPTS",
     )
     parser.add_argument(
         "--output",
@@ -115,16 +112,12 @@ def _run_all(
     """
     if args.data_dir is None:
         parser.error("give the folder of the images by --data-dir")
-    scripts = [Path(args.scripts or "", name) for name in ("train.py", "validate.py")]
-    if args.scripts is None or not all(script.exists() for script in scripts):
-        parser.error(
-            "give the folder that holds timm's train.py and validate.py by --scripts or "
-            "TIMM_SCRIPTS"
-        )
     runs: list[Run] = []
     for study in studies:
         try:
-            runs += _runs(study, _place(study.sizes[args.size], args), args)
+            size = study.sizes[args.size]
+            place = Place.of(size, args.output, args.data_dir, args.device, args.until)
+            runs += _runs(study, place, args)
         except (FileNotFoundError, FileExistsError, ValueError) as error:
             parser.error(f"{study.name}: {error}")
     jobs = args.jobs or (os.cpu_count() or 1 if args.device == "cpu" else 1)
@@ -143,16 +136,6 @@ def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
-
-
-def _place(size: Size, args: argparse.Namespace) -> Place:
-    """Prepare the folder of a setting, with its images."""
-    root = args.output / size.setting
-    root.mkdir(parents=True, exist_ok=True)
-    parts = {
-        name: images.link(part, args.data_dir, root / name) for name, part in size.images.items()
-    }
-    return Place(Path(args.scripts).resolve(), root.resolve(), parts, args.device, args.until)
 
 
 def _runs(study: Study, place: Place, args: argparse.Namespace) -> list[Run]:

@@ -1,5 +1,6 @@
 """Commands that make a model to measure from a finished training."""
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ class LatestAverage:
         return f"the mean of the last {self.epochs} epochs' checkpoints"
 
     def commands(self, training: Path, target: Path) -> list[list[str]]:
-        return _export_mean([f"{training}:{self.epochs}"], target)
+        return _export_mean(latest(training, self.epochs), target)
 
     def result(self, training: Path, target: Path) -> Path:
         return target
@@ -119,15 +120,35 @@ class Soup:
             *(own.parents[1] / other.name / own.name / training.name for other in self.others),
             training,
         ]
-        return _export_mean([str(folder / "last.pth.tar") for folder in folders], target)
+        return _export_mean([folder / "last.pth.tar" for folder in folders], target)
 
     def result(self, training: Path, target: Path) -> Path:
         return target
 
 
-def _export_mean(checkpoints: list[str], target: Path) -> list[list[str]]:
+def latest(folder: Path, number: int) -> list[Path]:
+    """List the checkpoints of the last ``number`` epochs in a folder of train.py, in their order.
+
+    Raises:
+        FileNotFoundError: if there are fewer checkpoints.
+    """
+    found = {
+        int(match[1]): path
+        for path in folder.iterdir()
+        if (match := re.fullmatch(r"checkpoint-(\d+)\.pth\.tar", path.name))
+    }
+    epochs = sorted(found)[-number:]
+    if len(epochs) < number:
+        raise FileNotFoundError(
+            f"{folder} holds {len(epochs)} checkpoints of epochs, {number} are asked for."
+        )
+    return [found[epoch] for epoch in epochs]
+
+
+def _export_mean(checkpoints: list[Path], target: Path) -> list[list[str]]:
     averaged = target.parent / f"{target.name}.pth.tar"
-    average = [sys.executable, "-m", "studies.weight_average", str(averaged), *checkpoints]
+    words = map(str, (averaged, *checkpoints))
+    average = [sys.executable, "-m", "studies.weight_average", *words]
     return [average, _export(averaged, target)]
 
 

@@ -1,7 +1,4 @@
-"""One picture of all methods: differences from dense training, and what the papers print.
-
-``python -m studies.overview`` draws docs/images/methods.png from the stored results.
-"""
+"""One picture of all methods: differences from dense training, and what the papers print."""
 
 import re
 from collections.abc import Sequence
@@ -12,14 +9,11 @@ from typing import Any
 
 from timm_moe.analysis.paired import Difference
 
-from . import results
 from .catalogue import STUDIES
 from .catalogue.ensembles import PBE
 from .catalogue.students import LONG
 from .outcome import Outcome
 
-RESULTS = Path(__file__).parent / "results"
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "methods.png"
 #: Points that are shown; what lies beyond is written at the edge.
 SHOWN = (-4.2, 2.8)
 
@@ -42,22 +36,16 @@ class Row:
     arm: str
     dense: str = "dense"
 
-    def outcome(self) -> Outcome:
-        return Outcome(
-            STUDIES[self.study], "small", results.read(RESULTS / f"{self.study}-small.json")
-        )
-
-    def difference(self) -> Difference:
+    def difference(self, outcome: Outcome) -> Difference:
         """Compare the two arms by top-1."""
-        outcome = self.outcome()
         found = outcome.difference(self.arm, self.dense, outcome.study.measure.figures[0])
         assert found is not None, f"{self.arm} and {self.dense} share no seed"
         return found
 
     def paper(self) -> float | None:
         """Return the paper's difference of two arms, of a range its middle; None without both."""
-        printed = {arm.name: arm.paper for arm in self.outcome().size.arms}
-        values = [_middle(printed[name]) for name in (self.arm, self.dense)]
+        size = STUDIES[self.study].sizes["small"]
+        values = [_middle(size.arm(name).paper) for name in (self.arm, self.dense)]
         return None if None in values else values[0] - values[1]  # type: ignore[operator]
 
 
@@ -113,15 +101,19 @@ ROWS = (
 )
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw a difference with its 95 % interval a line, and the paper's as a hollow dot."""
     from matplotlib.figure import Figure
 
+    known = {outcome.study.name: outcome for outcome in outcomes if outcome.size_name == "small"}
+    rows = [row for row in ROWS if row.study in known]
+    if not rows:
+        return
     figure = Figure(figsize=(8.2, 0.6 + 0.27 * len(rows)), layout="constrained")
     axes: Any = figure.subplots()
     axes.axvline(0, color="black", linewidth=0.8)
     for place, row in enumerate(rows):
-        found, paper = row.difference(), row.paper()
+        found, paper = row.difference(known[row.study]), row.paper()
         color = "C7" if found.low <= 0 <= found.high else ("C2" if found.mean > 0 else "C3")
         width = [[found.mean - found.low], [found.high - found.mean]]
         axes.errorbar(found.mean, place, xerr=width, fmt="o", color=color, capsize=3)
@@ -142,7 +134,3 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.grid(axis="x", linewidth=0.3)
     figure.legend(loc="outside upper right", ncols=2, fontsize="small")
     figure.savefig(path, dpi=110)
-
-
-if __name__ == "__main__":
-    draw(ROWS, PICTURE)

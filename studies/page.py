@@ -1,6 +1,6 @@
-"""The two pages of results, written from the JSON files.
+"""The two pages of results and their pictures, made from the JSON files.
 
-They are docs/results.md and docs/generated/studies.md.
+The pages are docs/results.md and docs/generated/studies.md.
 """
 
 import re
@@ -12,6 +12,7 @@ from scipy.stats import sem
 
 from timm_moe.analysis.paired import BETTER, CONFIDENCE, WORSE, Difference
 
+from . import overview
 from .catalogue import STUDIES
 from .chart import chart_name, curves, curves_name, differences, draw
 from .findings import problems
@@ -31,7 +32,7 @@ Row = dict[str, str]
 
 
 def write(folder: Path) -> list[str]:
-    """Write both pages and the charts of all studies that have results.
+    """Write both pages, the charts of all studies that have results, and the README's picture.
 
     Returns:
         A line for each finding that disagrees with the results.
@@ -40,6 +41,7 @@ def write(folder: Path) -> list[str]:
     for outcome in known:
         if not (outcome.is_primary_pending() or _has_only_begun(outcome)):
             draw(outcome, DOCS / "images")
+    overview.draw(known, DOCS / "images" / "methods.png")
     for page, text in pages(folder).items():
         (DOCS / page).write_text(text)
     return [

@@ -31,7 +31,7 @@ import torch
 from timm_moe.checkpoints.summary_csv import read_summary
 
 from .deploy import Deployment
-from .images import Part
+from .images import Part, link
 from .measure import Measure
 from .study import Arm, Size, Study, Training, slug
 from .versions import versions_here
@@ -63,6 +63,23 @@ class Place:
     images: dict[str, Part]
     device: str = "cpu"
     until: float = math.inf
+
+    @classmethod
+    def of(
+        cls, size: Size, folder: Path, data: Path, device: str = "cpu", until: float = math.inf
+    ) -> "Place":
+        """Prepare the folder of a size's setting, with links to its images in ``data``.
+
+        Raises:
+            ValueError: if TIMM_SCRIPTS names no folder with timm's scripts.
+        """
+        scripts = Path(os.environ.get("TIMM_SCRIPTS", ""))
+        if not all((scripts / name).is_file() for name in ("train.py", "validate.py")):
+            raise ValueError("TIMM_SCRIPTS names no folder with timm's train.py and validate.py.")
+        root = (folder / size.setting).resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        parts = {name: link(part, data, root / name) for name, part in size.images.items()}
+        return cls(scripts.resolve(), root, parts, device, until)
 
     def is_over(self) -> bool:
         return time.time() > self.until

@@ -7,7 +7,6 @@ With ``--device cpu`` the models are tiny, and nothing is compiled into kernels.
 
 import argparse
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from PIL import Image
 
 from timm_moe.checkpoints.summary_csv import read_summary
 
-from . import images
 from .catalogue import STUDIES
 from .runs import Place, Run
 from .scheduler import work_off
@@ -37,7 +35,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="for images and runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
-    runs = runs_of(args.device, args.folder.resolve(), Path(os.environ["TIMM_SCRIPTS"]).resolve())
+    runs = runs_of(args.device, args.folder)
     failed = work_off(runs, len(runs), lambda run: None)
     for run in runs:
         failed += check(run)
@@ -45,16 +43,11 @@ def main() -> None:
         sys.exit("\n".join(["Not done:", *failed]))
 
 
-def runs_of(device: str, folder: Path, scripts: Path) -> list[Run]:
+def runs_of(device: str, folder: Path) -> list[Run]:
     """Make the runs of one seed, with their images."""
     size = short(STUDY.sizes["paper"], device)
     write_noise(folder / "noise", PER_CLASS[device])
-    root = folder / size.setting
-    root.mkdir(parents=True, exist_ok=True)
-    parts = {
-        name: images.link(part, folder / "noise", root / name) for name, part in size.images.items()
-    }
-    place = Place(scripts, root, parts, device)
+    place = Place.of(size, folder, folder / "noise", device)
     return [Run(STUDY, size, training, size.seeds.start, place) for training in size.trainings()]
 
 

@@ -21,7 +21,7 @@ from train_script import SCRIPTS, needs_scripts
 
 from studies import callbacks, candidates, corruptions, images
 from studies.catalogue import STUDIES
-from studies.deploy import Export
+from studies.deploy import Export, LatestAverage
 from studies.runs import Place, Run
 from studies.study import Arm
 from studies.weight_average import main as write_average
@@ -223,17 +223,11 @@ def test_the_latest_average_is_the_mean(tmp_path):
             tmp_path / f"checkpoint-{epoch}.pth.tar",
         )
 
-    def mean_of(*sources):
-        write_average(str(tmp_path / "mean.pth.tar"), *sources)
-        return torch.load(tmp_path / "mean.pth.tar")["state_dict"]["w"].item()
-
-    assert mean_of(f"{tmp_path}:2") == 6
-    assert (
-        mean_of(str(tmp_path / "checkpoint-1.pth.tar"), str(tmp_path / "checkpoint-10.pth.tar"))
-        == 5.5
-    )
-    with pytest.raises(ValueError, match=r"3 checkpoints .*4 "):
-        mean_of(f"{tmp_path}:4")
+    average, _ = LatestAverage(2).commands(tmp_path, tmp_path / "mean")
+    write_average(*average[average.index("studies.weight_average") + 1 :])
+    assert torch.load(tmp_path / "mean.pth.tar")["state_dict"]["w"].item() == 6
+    with pytest.raises(FileNotFoundError, match=r"3 checkpoints .*4 "):
+        LatestAverage(4).commands(tmp_path, tmp_path / "mean")
 
 
 def test_candidates_average_as_they_say():

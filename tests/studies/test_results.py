@@ -102,22 +102,12 @@ def test_what_is_wrong_is_told_before_the_first_run(folder, monkeypatch, capsys)
     (folder / "studies" / "results").mkdir(parents=True)
     monkeypatch.setattr("studies.__main__.HERE", folder / "studies")
     (folder / "scripts").mkdir()
+    monkeypatch.setenv("TIMM_SCRIPTS", str(folder / "scripts"))
+    options = ["--data-dir", folder / "all", "--output", folder / "runs"]
     for name in ("train.py", "validate.py"):
-        told = refused(
-            ["scratch", "--data-dir", folder / "all", "--scripts", folder / "scripts"],
-            monkeypatch,
-            capsys,
-        )
-        assert "train.py and validate.py by --scripts" in told
+        told = refused(["scratch", *options], monkeypatch, capsys)
+        assert "TIMM_SCRIPTS names no folder with timm's train.py" in told
         (folder / "scripts" / name).write_text("")
-    options = [
-        "--data-dir",
-        folder / "all",
-        "--scripts",
-        folder / "scripts",
-        "--output",
-        folder / "runs",
-    ]
     told = refused(["scratch", "search", *options], monkeypatch, capsys)
     assert "100 classes of images" in told
     (folder / "studies" / "results" / "scratch-small.json").write_text('{"arms": {"den')
