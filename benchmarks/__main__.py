@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from . import distributed, report
-from .protocol import Setting, cpu_name
+from .machine import cpu_name
+from .protocol import Setting
 from .worker import begin
 
 FOLDER = Path(__file__).parent

@@ -7,6 +7,7 @@ contests whose figures there are.
 """
 
 import dataclasses
+import datetime
 import importlib
 import json
 import sys
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 
-from .protocol import Contest, Row, Setting, environment, run
+from .machine import versions
+from .protocol import Contest, Row, Setting, run
 
 
 def main(suite: str, options: str, file: str, until: str = "") -> None:
@@ -82,7 +84,7 @@ def begin(suite: str, stated: dict[str, Any], path: Path) -> dict[str, Any]:
     It has the figures that this machine had with this setting and these versions.
     """
     setting = dataclasses.asdict(Setting(**stated))
-    place = environment(setting["device"])
+    place = {**versions(setting["device"]), "date": datetime.date.today().isoformat()}
     old = _read(path).get(_key(suite, stated), {})
     is_same = (
         old.get("setting") == setting and {**old["environment"], "date": place["date"]} == place

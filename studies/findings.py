@@ -5,8 +5,7 @@ import re
 
 from timm_moe.analysis.paired import BETTER, CONFIDENCE, WORSE, Difference
 
-from .outcome import Outcome
-from .statistics import holm
+from .outcome import Outcome, holm
 from .study import Compared, Finding
 
 NUMBER = re.compile(r"(?<![\d.])[+-]?\d+\.\d+")

@@ -17,9 +17,9 @@ from .catalogue import STUDIES
 from .chart import chart_name, curves, curves_name, differences, draw
 from .findings import problems
 from .measure import Figure
+from .operations import operations, routed_share
 from .outcome import Outcome, costs_of_studies, hours, ratio
 from .results import read
-from .routed import operations, routed_share
 from .study import Arm, Size
 from .summary import summary
 

@@ -28,13 +28,13 @@ from typing import IO, Any
 
 import torch
 
+from benchmarks.machine import versions
 from timm_moe.checkpoints.summary_csv import read_summary
 
 from .deploy import Deployment
 from .images import Part, link
 from .measure import Measure
 from .study import Arm, Size, Study, Training, slug
-from .versions import versions_here
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 #: Seeds between two draws.
@@ -238,11 +238,13 @@ class Run:
             raise RunFailed(
                 f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs."
             )
-        versions = versions_here(self.place.device)
-        write_json(
-            self.folder / "trained.json",
-            {**cost, "whole": is_whole, "versions": versions, "curve": self._curve()},
-        )
+        trained = {
+            **cost,
+            "whole": is_whole,
+            "versions": versions(self.place.device, "one thread a run"),
+            "curve": self._curve(),
+        }
+        write_json(self.folder / "trained.json", trained)
 
     def _curve(self) -> list[dict[str, float]]:
         """Read losses and top-1 of each epoch that train.py evaluated, from its summary.csv."""

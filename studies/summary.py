@@ -11,8 +11,7 @@ from .catalogue.routers import BELOW, EQUAL
 from .catalogue.students import DISTILLED, LONG
 from .catalogue.vimoe import IN_BLOCKS
 from .measure import Figure
-from .outcome import Outcome
-from .statistics import by_seed, holm
+from .outcome import Outcome, by_seed, holm
 from .study import Compared, compare
 
 

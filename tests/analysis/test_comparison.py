@@ -13,7 +13,7 @@ from timm.models import save_for_hf
 from train_script import needs_scripts, train
 
 import timm_moe
-from studies.statistics import paired
+from studies.outcome import paired
 from timm_moe.analysis import comparison
 from timm_moe.analysis.comparison import Measured, Run, compare, find_runs, table
 from timm_moe.analysis.data import image_folder

@@ -102,9 +102,7 @@ def test_a_suite_whose_time_is_over_goes_on_and_adds_to_its_figures(clock, monke
     assert timed == ["first", "first", "second", "second", "third", "third"]
     assert worker.begin("tiny", stated, file)["whole"]
     assert worker.begin("tiny", {**stated, "rounds": 3}, file)["rows"] == []
-    monkeypatch.setattr(
-        worker, "environment", lambda device: {"device": "another", "date": "today"}
-    )
+    monkeypatch.setattr(worker, "versions", lambda device: {"device": "another"})
     assert worker.begin("tiny", stated, file)["rows"] == []
     worker.main("tiny", json.dumps(stated), str(file))  # without a limit all is measured
     assert len(timed) == 12

@@ -25,10 +25,9 @@ from studies.catalogue.routers import BELOW, EQUAL
 from studies.catalogue.students import DISTILLED, LONG
 from studies.findings import NUMBER, problems
 from studies.measure import Evaluation
-from studies.outcome import Outcome, ratio
+from studies.operations import operations
+from studies.outcome import Outcome, holm, ratio
 from studies.results import read
-from studies.routed import operations
-from studies.statistics import holm
 from studies.study import Arm, Compared, Finding, compare
 from timm_moe.analysis.info import byte_text, model_info
 from timm_moe.analysis.paired import BETTER, TOO_FEW, UNCLEAR, WORSE

@@ -15,10 +15,9 @@ from studies import chart, images, page
 from studies.catalogue import STUDIES
 from studies.findings import problems
 from studies.measure import TOP1, Evaluation
-from studies.outcome import Outcome, costs_of_studies, ratio
-from studies.routed import routed_share
+from studies.operations import routed_share
+from studies.outcome import Outcome, costs_of_studies, holm, paired, ratio
 from studies.runs import Place, Run
-from studies.statistics import holm, paired
 from studies.study import Arm, Finding, Training, Use, compare
 from timm_moe.analysis.paired import BETTER, TOO_FEW, UNCLEAR, WORSE, half_width
 
