@@ -17,6 +17,7 @@ from torch import nn
 
 from timm_moe import expert_parameters, moe_layers
 from timm_moe.checkpoints.model_spec import ModelSpec
+from timm_moe.layers import Router, routing_to
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"
@@ -233,3 +234,24 @@ def dense_combine(routing, num_experts):
     for expert, weight in zip(routing.experts().T, routing.weights().T, strict=True):
         combined = combined.scatter_add(1, expert.unsqueeze(1), weight.unsqueeze(1))
     return combined[:, :num_experts]
+
+
+class InTurn(Router):
+    """Sends the rows of each process to the experts that it holds, in turn.
+
+    Args:
+        first: the first expert of each process whose images the layer gets.
+        held: number of experts that a process holds.
+    """
+
+    depends_on_input = False
+
+    def __init__(self, first, held):
+        super().__init__(max(first) + held)
+        self.first = torch.tensor(first)
+        self.held = held
+
+    def forward(self, x):
+        row = torch.arange(x[..., 0].numel() // len(self.first)) % self.held
+        expert = (self.first.unsqueeze(1) + row).view(-1, 1)
+        return routing_to(expert, torch.ones_like(expert, dtype=x.dtype), self.num_experts)

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import torch.distributed.checkpoint as dcp
-from common import SMALL_VIT
+from common import SMALL_VIT, InTurn
 from processes import join_group, run_ranks
 from timm.layers import Mlp
 from torch import nn
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import timm_moe
-from timm_moe.layers import MoeMlp, Router, TopKRouter, routing_to
+from timm_moe.layers import MoeMlp, TopKRouter, routing_to
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 MODELS = {
@@ -236,20 +236,6 @@ def test_resuming_goes_on_bit_for_bit(tmp_path):
     run_ranks(resuming_worker, (str(tmp_path),), 2)
 
 
-class ByImage(Router):
-    """Sends the r-th part of the images to the r-th part of the experts, here one."""
-
-    depends_on_input = False
-
-    def forward(self, x):
-        expert = (
-            torch.arange(self.num_experts)
-            .repeat_interleave(x[..., 0].numel() // self.num_experts)
-            .unsqueeze(1)
-        )
-        return routing_to(expert, torch.ones_like(expert, dtype=x.dtype), self.num_experts)
-
-
 def ewa_worker(rank, folder, processes, optimizer, name):
     """Each process trains its own expert on its own images.
 
@@ -266,7 +252,7 @@ def ewa_worker(rank, folder, processes, optimizer, name):
     )
     reference = copy.deepcopy(model)
     for layer in timm_moe.moe_layers(reference).values() if name == "vit_tiny_ewa_moe" else ():
-        layer.router = ByImage(processes)
+        layer.router = InTurn(range(processes), held=1)
     mesh = init_device_mesh("cpu", (processes,))
     timm_moe.parallelize_experts(model, mesh)
     shard(model, mesh, processes)

@@ -1,6 +1,5 @@
 """The model card of a push, and options of a push that cannot be; all of it without a Hub."""
 
-import inspect
 import itertools
 import json
 import re
@@ -601,13 +600,6 @@ def test_a_licence_that_is_no_abbreviation(strange):
 
 
 # --- bad input
-
-
-@pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe, push_dense, push_moe])
-def test_an_option_that_does_not_exist(function, dense_vit):
-    assert len(inspect.signature(function).parameters) <= 8
-    with pytest.raises(TypeError, match="argument 'licence'"):
-        function(dense_vit, "user/vit", licence="mit")
 
 
 @pytest.mark.parametrize(

@@ -117,15 +117,6 @@ def test_names_that_are_not_those_of_the_model(ewa_vit, tmp_path, caplog):
     assert _names_in(tmp_path / "other") == (None, None)
 
 
-def test_names_by_number(ewa_vit, tmp_path):
-    ewa_vit.pretrained_cfg = {
-        **ewa_vit.pretrained_cfg,
-        "label_names": {str(n): name for n, name in enumerate(NAMES)},
-    }
-    timm_moe.export_dense(ewa_vit, tmp_path / "vit")
-    assert _names_in(tmp_path / "vit")[0] == NAMES
-
-
 def test_a_checkpoint_names_no_classes(ewa_vit, tmp_path):
     """Those of the folder that training began from may be others."""
     timm_moe.export_dense(ewa_vit, tmp_path / "vit", label_names=NAMES)

@@ -195,13 +195,15 @@ def test_weight_ema_sees_the_averaged_weights(ewa_vit):
     assert spread(ema.module) < 1e-6
 
 
-@pytest.mark.parametrize("opt", ["adamw", "lookahead_adamw"])
-@pytest.mark.first_case
-def test_resuming_after_three_of_six_steps_is_bit_identical(opt, tmp_path):
+def test_resuming_in_the_midst_of_lookahead_is_bit_identical(tmp_path):
+    """tests/contract/test_resumed_equals_uninterrupted.py has AdamW."""
+
     def start():
         torch.manual_seed(0)
         model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
-        return model, *averaged(model, opt, rate=0.3, schedule="linear", total_updates=6)
+        return model, *averaged(
+            model, "lookahead_adamw", rate=0.3, schedule="linear", total_updates=6
+        )
 
     model, optimizer, _ = start()
     for step in range(6):
@@ -484,7 +486,7 @@ def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):
     assert "total_updates=10" in caplog.text
 
 
-@pytest.mark.parametrize("total_updates", [0, float("inf"), float("nan")])
+@pytest.mark.parametrize("total_updates", [float("inf"), float("nan")])
 def test_a_run_without_an_end_has_no_schedule(total_updates):
     """A progress of NaN would make all experts NaN, and one of 0 would never average."""
     model = make_model("vit_tiny_ewa_moe")

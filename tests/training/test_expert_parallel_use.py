@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import pytest
 import timm
 import torch
-from common import EXAMPLES, SMALL_VIT
+from common import EXAMPLES, SMALL_VIT, InTurn
 from devices import WIDTH, ByTwo, equal_slots
 from processes import free_port, join_group, parallelized, run_code, run_new, run_ranks
 from timm.layers import Mlp
@@ -36,9 +36,7 @@ from timm_moe.layers import (
     ExpertChoiceRouter,
     MoeMlp,
     RandomPartition,
-    Router,
     TopKRouter,
-    routing_to,
 )
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -124,27 +122,6 @@ def empty_worker(rank, folder):
 
 def test_a_process_without_images(tmp_path):
     run_ranks(empty_worker, (str(tmp_path),), 2)
-
-
-class InTurn(Router):
-    """Sends the rows of each process to the experts that it holds, in turn.
-
-    Args:
-        first: the first expert of each process whose images the layer gets.
-        held: number of experts that a process holds.
-    """
-
-    depends_on_input = False
-
-    def __init__(self, first, held):
-        super().__init__(max(first) + held)
-        self.first = torch.tensor(first)
-        self.held = held
-
-    def forward(self, x):
-        row = torch.arange(x[..., 0].numel() // len(self.first)) % self.held
-        expert = (self.first.unsqueeze(1) + row).view(-1, 1)
-        return routing_to(expert, torch.ones_like(expert, dtype=x.dtype), self.num_experts)
 
 
 def two_by_two_worker(rank, folder, held, is_placed):
