@@ -17,6 +17,7 @@ import timm_moe
 from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.checkpoints.source import load_source
 from timm_moe.export import PushOptions, push_dense, push_moe
+from timm_moe.export.card import timm_facts
 from timm_moe.export.export import export_moe
 from timm_moe_cli import main
 
@@ -264,9 +265,8 @@ def test_of_five_classes_one_of_five_answers_is_always_right(checkpoint, tmp_pat
 )
 def test_the_card_tells_of_unusual_channels(channels, kind):
     model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, in_chans=channels)
-    assert (
-        f"for images of 32x32 {kind} 5 classes." in push_dense(model, "user/v", dry_run=True).card
-    )
+    facts = timm_facts(model, PushOptions(repo_id="user/vit"))
+    assert facts.kind == f"A `vit_tiny_ewa_moe` for images of 32x32 {kind} 5 classes."
 
 
 @pytest.mark.parametrize("task", ["classification", "multilabel"])
