@@ -597,10 +597,11 @@ def _import(import_checkpoint: Callable[[str], nn.Module], args: argparse.Namesp
     cfg = get_pretrained_cfg(model)
     show(f"Wrote {parameters(model):,} parameters of a {cfg['architecture']} to {folder}.")
     show(f'Load it with timm.create_model("local-dir:{folder.as_posix()}", pretrained=True).')
-    for layer in list(layers.values())[:1]:
+    if layers:
+        top_k = next(iter(layers.values())).router.top_k
         show(
-            "The checkpoint does not say how many experts a token takes: top_k is "
-            f"{layer.router.top_k} unless you state it."
+            f"The checkpoint does not say how many experts a token takes: top_k is {top_k} unless "
+            "you state it."
         )
     if "crop_pct" not in cfg:
         show(

@@ -254,6 +254,7 @@ def test_is_dropped_with_its_optimizer(ewa_vit):
     [
         ({"share_rate": 0.8}, r"share_rate.*0\.75.*0\.8"),
         ({"schedule": "cosine"}, "share_schedule.*'cosine'"),
+        ({"schedule": 0.3}, r"share_schedule.*0\.3"),
         ({"total_updates": 0}, r"total_updates.*\b0\b"),
         ({"schedule": "early", "share_rate": 0.8}, r"share_rate.*0\.75.*0\.8"),
     ],

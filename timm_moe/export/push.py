@@ -84,13 +84,13 @@ def push_dense(
     settings = PushOptions.of(push_dense, repo_id=repo_id, private=private, **options)
     api = log_in(settings)
     layout = _opened(source, settings, method)
-    own_card = None
-    if not moe_layers(layout.model):
-        own_card = _own_card(source, settings)
-    elif (folder := folder_of(source)) and (folder / "README.md").exists():
+    readme, own_card = _readme(source), None
+    if readme is not None and not moe_layers(layout.model):
+        own_card = _own_card(readme, settings)
+    elif readme is not None:
         _logger.warning(
-            f"The README.md of {folder} is about its experts, so it is not uploaded with the dense "
-            "model: --moe (push_moe) publishes the experts with it."
+            f"The README.md of {readme.parent} is about its experts, so it is not uploaded with "
+            "the dense model: --moe (push_moe) publishes the experts with it."
         )
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
@@ -116,7 +116,8 @@ def push_moe(
     settings = PushOptions.of(push_moe, repo_id=repo_id, private=private, **options)
     api = log_in(settings)
     layout = _opened(source, settings)
-    own_card = _own_card(source, settings)
+    readme = _readme(source)
+    own_card = None if readme is None else _own_card(readme, settings)
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, "model")
         written = write_moe(layout, made, settings)
@@ -134,21 +135,26 @@ def _opened(
     return opened(source, settings, method)
 
 
-def _own_card(source: nn.Module | str | Path, settings: PushOptions) -> str | None:
-    """Return the README.md of a folder whose model is published as it is; None without one.
+def _readme(source: nn.Module | str | Path) -> Path | None:
+    """Return the README.md of a source; None if it is no folder, or has none."""
+    folder = folder_of(source)
+    if folder is None or not (folder / "README.md").exists():
+        return None
+    return folder / "README.md"
+
+
+def _own_card(readme: Path, settings: PushOptions) -> str:
+    """Read the README.md of a folder whose model is published as it is.
 
     Raises:
         ValueError: if what a card states is given beside it.
     """
-    folder = folder_of(source)
-    if folder is None or not (folder / "README.md").exists():
-        return None
     if settings.license or settings.dataset or settings.metrics:
         raise ValueError(
-            f"{folder.name} has a README.md of its own: state licence, data set and metrics there, "
-            "or take the file away."
+            f"{readme.parent.name} has a README.md of its own: state licence, data set and metrics "
+            "there, or take the file away."
         )
-    return require_inside(folder / "README.md", folder).read_text(encoding="utf-8")
+    return require_inside(readme, readme.parent).read_text(encoding="utf-8")
 
 
 def _publish(

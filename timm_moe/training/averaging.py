@@ -375,9 +375,8 @@ class ExpertWeightAveraging:
         """
         rates: list[Any] = []
         for layer in layers:
-            share_rate, schedule = self._stated(layer)
-            if isinstance(schedule, str):
-                schedule = get_schedule(schedule)
+            share_rate, stated = self._stated(layer)
+            schedule = stated if callable(stated) else get_schedule(stated)
             rate = schedule(progress, share_rate)
             if not isinstance(progress, Tensor):
                 rate = float(rate)
