@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import mean
 from typing import Any, TypeVar
 
 from timm_moe.analysis.paired import Difference
@@ -13,8 +12,6 @@ from .measure import Figure
 from .study import Arm, Size, Study
 
 Key = TypeVar("Key")
-#: CPU seconds, MiB at the peak and the device, by seed.
-Costs = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -144,25 +141,6 @@ class Outcome:
         )
         return paired(one, other)
 
-    def cost_of(self, arm: Arm) -> Costs:
-        """Add up all trainings that an arm needs.
-
-        Seeds are left out if a training is missing, was resumed, or ran on another device than the
-        others.
-        """
-        of_trainings = [self.results["cost"].get(training.name, {}) for training in arm.trainings()]
-        known: Costs = {}
-        for seed in set.intersection(*map(set, of_trainings)):
-            costs = [of_training[seed] for of_training in of_trainings]
-            devices = {cost["versions"]["device"] for cost in costs}
-            if all(cost["whole"] for cost in costs) and len(devices) == 1:
-                known[seed] = {
-                    "seconds": sum(cost["seconds"] for cost in costs),
-                    "peak_mib": max(cost["peak_mib"] for cost in costs),
-                    "device": devices.pop(),
-                }
-        return known
-
 
 def by_seed(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
     """Subtract two arms, each a figure by seed, for every seed that both have."""
@@ -189,19 +167,6 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         corrected[key] = largest
     return corrected
-
-
-def ratio(own: Costs, base: Costs, key: str) -> str:
-    """Divide the means over the seeds that ran on the same device.
-
-    The text is empty if there is no such seed.
-    """
-    seeds = [seed for seed in own if seed in base and own[seed]["device"] == base[seed]["device"]]
-    return (
-        f"{mean(own[seed][key] for seed in seeds) / mean(base[seed][key] for seed in seeds):.2f}"
-        if seeds
-        else ""
-    )
 
 
 def costs_of_studies(outcomes: list[Outcome]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from .chart import chart_name, curves, curves_name, differences, draw
 from .findings import problems
 from .measure import Figure
 from .operations import operations, routed_share
-from .outcome import Outcome, costs_of_studies, hours, ratio
+from .outcome import Outcome, costs_of_studies, hours
 from .results import read
 from .study import Arm, Size
 from .summary import summary
@@ -126,7 +126,7 @@ def section(outcome: Outcome) -> str:
 def detailed(outcome: Outcome) -> str:
     """Write the section of docs/generated/studies.md.
 
-    It has all figures, pairs, costs, recipes and circumstances.
+    It has all figures, pairs, recipes and circumstances.
     """
     study, size, arms = outcome.study, outcome.size, outcome.arms()
     head = [
@@ -168,15 +168,13 @@ def detailed(outcome: Outcome) -> str:
 
 
 def _shown(outcome: Outcome) -> list[str]:
-    """Name the arms that the findings are about, and their baselines.
+    """Name the arms that the findings compare, and their baselines.
 
-    If there are no findings yet, these are all arms.
+    If the findings compare none, these are all arms.
     """
     compared = {name for pair in outcome.size.compared() for name in pair}
     compared |= {outcome.size.baseline_of(name) for name in compared}
-    return [
-        arm.name for arm in outcome.size.arms if arm.name in compared or not outcome.size.findings
-    ]
+    return [arm.name for arm in outcome.size.arms if arm.name in compared or not compared]
 
 
 def _pending(outcome: Outcome) -> str:
@@ -226,7 +224,7 @@ def _rows(
         outcome: the study with its results.
         figures: figures to show.
         names: names of the arms to show.
-        is_full: show standard errors, seeds, costs, and interactions that no finding is about.
+        is_full: show standard errors, seeds, and interactions that no finding is about.
     """
     size = outcome.size
     arms = [arm for arm in outcome.arms() if arm.name in names]
@@ -253,9 +251,6 @@ def _rows(
         share = shares[arm.name]
         row["routed"] = "" if share is None else f"{share:.0%}"
         row["the paper"] = arm.paper
-        if is_full:
-            own, base = (outcome.cost_of(size.arm(name)) for name in (arm.name, baseline))
-            row |= {"time": ratio(own, base, "seconds"), "memory": ratio(own, base, "peak_mib")}
         rows.append(row)
     compared = outcome.size.compared()
     for first, second in outcome.study.interactions:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from timm_moe.analysis.paired import BETTER, WORSE, Difference
 
+from .catalogue.adamw import DENSE_STRONG
 from .catalogue.ensembles import PBE, RIVALS
 from .catalogue.recipe import RECIPES, to_dense
 from .catalogue.routers import BELOW, EQUAL
@@ -65,6 +66,10 @@ ROWS = (
         _of("recipe", *to_dense("EWA, linear", "", *RECIPES, figure="nll")),
     ),
     Row("V-MoE, top-2 of 8, three recipes", _of("recipe", *to_dense("V-MoE, top-2", "", *RECIPES))),
+    Row(
+        "V-MoE's NLL, three recipes",
+        _of("recipe", *to_dense("V-MoE, top-2", "", *RECIPES, figure="nll")),
+    ),
     Row("six routers", _of("routers", *compare((*EQUAL, *BELOW), "", ("dense",)))),
     Row(
         "Switch, with and without averaging",
@@ -83,6 +88,14 @@ ROWS = (
     Row(
         "the strong recipe, compared with the weak and the medium one",
         _of("recipe", *compare(("dense, strong",), "", ("dense, weak", "dense, medium"))),
+    ),
+    Row(
+        "the same in fine-tuning by AdamW, compared with the plain one",
+        _of("adamw", *compare((DENSE_STRONG,), "", ("dense",))),
+    ),
+    Row(
+        "its NLL there",
+        _of("adamw", *compare((DENSE_STRONG,), "", ("dense",), "nll")),
     ),
     Row(
         "a third more epochs, strong recipe",
