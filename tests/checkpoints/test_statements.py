@@ -5,8 +5,9 @@ import argparse
 import pytest
 import timm
 import torch
-from common import OPTIONS, SMALL_VIT, make_model, save_as_train_py
+from common import OPTIONS, ROOT, SMALL_VIT, make_model, save_as_train_py
 from families import SMALL
+from processes import run_script
 from timm.data import IMAGENET_DEFAULT_MEAN, resolve_data_config
 
 import timm_moe
@@ -145,3 +146,45 @@ def test_images_are_prepared_as_train_py_evaluates(tmp_path, name, options):
         assert of_validate_py[entry] == of_train_py[entry], entry
     spec = ModelSpec(preprocessing=dict(crop_mode="border"))
     assert load_source(file, spec).pretrained_cfg["crop_mode"] == "border"
+
+
+#: A script with a model of its own, which starts another script in its place, as own_router.py.
+OWN_MAIN = """
+import runpy, sys
+from timm.models import build_model_with_cfg, register_model
+from timm.models.vision_transformer import VisionTransformer
+from timm_moe.models.mixin import MoeMixin, note_dense_form
+
+class Deep(VisionTransformer):
+    def __init__(self, deep=1, **kwargs):
+        super().__init__(**kwargs)
+
+class MoeDeep(MoeMixin, Deep):
+    stock_class = Deep
+
+@register_model
+def deep_moe(pretrained=False, **kwargs):
+    model = build_model_with_cfg(MoeDeep, "deep_moe", pretrained, **kwargs)
+    note_dense_form(model, "deep", kwargs)
+    return model
+
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_a_script_that_runs_another_in_its_place_has_models_of_its_own(tmp_path):
+    (tmp_path / "main.py").write_text(OWN_MAIN)
+    (tmp_path / "other.py").write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "import timm\n"
+        "from common import OPTIONS, ROOT, SMALL_VIT, save_as_train_py\n"
+        "from timm_moe.checkpoints.source import load_source\n"
+        "options = dict(deep=2, router='top_k')\n"
+        "model = timm.create_model('deep_moe', **options, **SMALL_VIT)\n"
+        "save_as_train_py('a.pth', model, 'deep_moe', model_kwargs={**options, **OPTIONS})\n"
+        "print(load_source('a.pth').dense_args['deep'])\n"
+    )
+    done = run_script(tmp_path / "main.py", "other.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("2\n")

@@ -426,3 +426,33 @@ print(timm_moe.routing_summary(model))
     assert done.returncode == 0, done.stderr
     assert "auxiliary_loss" in done.stdout
     assert "'gate': " in done.stdout
+
+
+class Limited(Router):
+    def __init__(self, dim, num_experts, limit):
+        super().__init__(num_experts)
+        self.limit = limit
+
+
+def test_none_is_read_in_the_options_of_every_router(monkeypatch):
+    """timm drops options that are None."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    timm_moe.register_router(timm_moe.RouterSpec("limited", Limited, options={"limit": 1.05}))
+    model = timm.create_model("vit_tiny_ewa_moe", router="limited", limit="none", **SMALL_VIT)
+    limits = [layer.router.limit for layer in timm_moe.moe_layers(model).values()]
+    assert limits
+    assert set(limits) == {None}
+
+
+def test_a_layer_whose_experts_are_no_copies_is_refused():
+    """Its dense form would lack what the layer adds, and have another width."""
+
+    def low_rank(ffn, router, **options):
+        return MoeMlp(Mlp(ffn.fc1.in_features, 4), router, **options)
+
+    spec = timm_moe.RouterSpec("low_rank", TopKRouter, layer=low_rank, layer_options={})
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    told = r"router='low_rank' .*another network than blocks\.1\.mlp"
+    with pytest.raises(ValueError, match=told):
+        timm_moe.convert_to_moe(model, router=spec)
+    assert timm_moe.moe_layers(model) == {}

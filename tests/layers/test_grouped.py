@@ -290,6 +290,23 @@ class Doubled(Mlp):
         return 2 * super().forward(x)
 
 
+class Declared(Own):
+    """Says that it only calls its modules."""
+
+    only_calls_modules = True
+
+
+class RenamedDeclared(Declared):
+    """Overrides nothing."""
+
+
+class OverDeclared(Declared):
+    """Does not say so of its own forward."""
+
+    def forward(self, x):
+        return torch.cat([self.plain(piece) for piece in x.split(4)])
+
+
 class OverNorm(Own):
     def forward(self, x):
         y = self.plain(x)
@@ -362,10 +379,13 @@ NETWORKS = {
     "another width": lambda: Mlp(8, 12, 6),
     "by another name": lambda: Named(8, 12),
     "by another constructor": lambda: Narrow(8),
+    "declared": Declared,
+    "declared, by another name": RenamedDeclared,
     "doubled": lambda: Doubled(8, 12),
     "scaled": Scaled,
     "PReLU": lambda: nn.Sequential(nn.Linear(8, 12), nn.PReLU(12), nn.Linear(12, 8)),
     "own": Own,
+    "over a declared one": OverDeclared,
     "over its norm": OverNorm,
     "by its weight": ByWeight,
     "over a weight's norm": OverWeightNorm,

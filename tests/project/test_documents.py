@@ -198,7 +198,14 @@ AFTER = {
         "assert type(dense).__module__ == 'timm.models.vision_transformer'"
     ),
     "CONTRIBUTING.md: Add a family": (
-        "import timm_moe; assert type(timm_moe.to_dense(model)) is MlpMixer"
+        "import timm_moe; assert type(timm_moe.to_dense(model)) is Eva\n"
+        "assert model.dense_architecture == 'eva02_small_patch14_224'\n"
+        "assert model.pretrained_cfg['mean'][0] == 0.48145466"
+    ),
+    "CONTRIBUTING.md: Add an expert": (
+        "layer = model.blocks[1].mlp\n"
+        "assert layer.is_grouped and layer.left.weight.shape == (8, 192, 192)\n"
+        "assert type(timm_moe.to_dense(model).blocks[1].mlp) is BilinearMlp"
     ),
     "CONTRIBUTING.md: Add an integration": (
         "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2"

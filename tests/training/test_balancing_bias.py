@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import timm_moe
 from timm_moe.callbacks import start_averaging
-from timm_moe.layers import BalancingBias
+from timm_moe.layers import BalancingBias, RecordingRouter, linear_logits, routing_to
 
 
 def make_model(**options):
@@ -348,3 +348,32 @@ def test_only_processes_that_train_a_layer_as_one_share_its_choices(tmp_path, wo
 )
 def test_the_choices_of_all_processes_count(tmp_path):
     run_ranks(worker, (str(tmp_path),), 2)
+
+
+class OwnRouter(RecordingRouter):
+    """A user's, whose reset_parameters knows of its own weights alone."""
+
+    def __init__(self, dim, num_experts):
+        super().__init__(num_experts, {}, bias_rate=0.1)
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight)
+
+    def forward(self, x):
+        scores = self.balancing_bias(linear_logits(x.flatten(0, -2), self.weight).sigmoid())
+        gate, expert = scores.max(1, keepdim=True)
+        return routing_to(expert, gate, self.num_experts)
+
+
+def test_the_bias_of_a_users_router_starts_anew_with_its_weights():
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, router=OwnRouter)
+    for layer in timm_moe.moe_layers(model).values():
+        layer.router.balancing_bias.steps.fill_(7)
+    model.init_weights()
+    with torch.device("meta"):
+        sketch = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, router=OwnRouter)
+    for made in (model, sketch.to_empty(device="cpu")):
+        for layer in timm_moe.moe_layers(made).values():
+            assert not layer.router.balancing_bias.steps.any()

@@ -239,17 +239,23 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
     They are this package's options and the constructor arguments of the model and config classes in
     the module of its entrypoint. The class that is built refuses those that it does not take.
     """
-    names = _arguments_of_classes(model_entrypoint(architecture).__module__).union(
+    names = _arguments_of_classes(model_entrypoint(architecture)).union(
         moe_options(), _ENTRYPOINT_OPTIONS, _OF_NAFLEX
     )
     return frozenset(name for name in names if not _NO_ARCHITECTURE.fullmatch(name))
 
 
 @functools.cache
-def _arguments_of_classes(entrypoint_module: str) -> frozenset[str]:
-    module = sys.modules[entrypoint_module]
+def _arguments_of_classes(entrypoint: Any) -> frozenset[str]:
+    module = sys.modules[entrypoint.__module__]
+    stock_module = getattr(module, "stock_module", module)
     names: set[str] = set()
-    for known in (*vars(module).values(), *vars(getattr(module, "stock_module", module)).values()):
+    # The globals are those of a script that runs another one in its own place, as by runpy.
+    for known in (
+        *vars(module).values(),
+        *vars(stock_module).values(),
+        *entrypoint.__globals__.values(),
+    ):
         if not isinstance(known, type) or not (issubclass(known, nn.Module) or is_dataclass(known)):
             continue
         arguments = constructor_arguments(known)

@@ -23,7 +23,7 @@ from ..layers import (
 )
 from ..layers.checks import check_choice, check_integer, check_number
 from ..timm_classes import timm_classes
-from .registry import RouterSpec, none_if_written, register_router
+from .registry import RouterSpec, register_router
 
 #: Models whose blocks see the class token as an image's first token. XCiT and CaiT are not among
 #: them, since they add it in their last blocks.
@@ -62,8 +62,8 @@ class TopKOptions:
 
     top_k: int = 1
     noise_std: float = 0.0
-    capacity_factor: float | str | None = None
-    eval_capacity_factor: float | str | None = None
+    capacity_factor: float | None = None
+    eval_capacity_factor: float | None = None
     capacity_multiple: int = 4
     capacity_rounding: str = "ceil"
     batch_priority: bool = False
@@ -175,8 +175,6 @@ class TopKOptions:
                 multi-head routing.
         """
         options = {name: getattr(self, name) for name in _options_of(TopKRouter)}
-        options["capacity_factor"] = none_if_written(self.capacity_factor)
-        options["eval_capacity_factor"] = none_if_written(self.eval_capacity_factor)
         options["loss_weights"] = self.loss_weights()
         if self.balance != "bias":
             options["bias_rate"] = 0

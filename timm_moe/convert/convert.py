@@ -151,6 +151,11 @@ def convert_to_moe(
                 f"router={spec.name!r} has {layer.num_experts} experts in {path}, not num_experts="
                 f"{num_experts}: let its factory pass num_experts on."
             )
+        if not layer.are_copies_of(ffn):
+            raise ValueError(
+                f"The layer of router={spec.name!r} makes experts of another network than {path}, "
+                "so no dense checkpoint would fit: let it pass this network on."
+            )
         _set_averaging(layer, share_rate, share_schedule)
         if layer.router.needs_whole_images and not has_images_first(model, path):
             raise ValueError(
@@ -197,7 +202,7 @@ def _chosen_networks(
         raise ValueError(
             f"{type(model).__name__} has no numbered block with an mlp of linear layers that could "
             "become experts, as convolutions and a norm over the image (ConvNeXt V2) cannot; name "
-            "other feed-forward networks by modules=..."
+            "other feed-forward networks by modules=..., or by ffn_modules in a MoeMixin class"
         )
     if moe_layers is None:
         moe_layers = "every-2" if modules is None else "every-1"

@@ -171,16 +171,23 @@ def split_options(
                 f"convert_to_moe got an unexpected keyword argument {name!r}{nearest_option(name)}"
             )
         default = owner.defaults()[name]
-        if (none_if_written(value) if default is None else value) != default:
+        if _read(value, default) != default:
             raise ValueError(
                 f"{name} is an option of router={owner.name!r}, which router={spec.name!r} does "
                 f"not have: state router={owner.name!r} too. Models such as vmoe_b16 set options "
                 "of their own router; an *_ewa_moe model takes any."
             )
-    own = {name: given.get(name, default) for name, default in spec.options.items()}
+    own = {
+        name: _read(given[name], default) if name in given else default
+        for name, default in spec.options.items()
+    }
     return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}
 
 
-def none_if_written(value: Any) -> Any:
-    """Read ``"none"`` as None, which timm's ``create_model`` would drop."""
-    return None if isinstance(value, str) and value.lower() == "none" else value
+def _read(value: Any, default: Any) -> Any:
+    """Read ``"none"`` as None, which timm's ``create_model`` would drop.
+
+    An option whose default is a word keeps it as a word.
+    """
+    is_none = isinstance(value, str) and value.lower() == "none"
+    return None if is_none and not isinstance(default, str) else value

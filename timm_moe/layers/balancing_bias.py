@@ -40,6 +40,10 @@ class BalancingBias(nn.Module):
         self.load: Tensor | None = None
         self.process_groups: tuple[Any, ...] | None = None
 
+    def reset_parameters(self) -> None:
+        """Set the bias to zero, as in a new router."""
+        self.steps.zero_()
+
     def forward(self, score: Tensor) -> Tensor:
         """Add the bias to scores (..., E)."""
         steps = self.steps.to(score.dtype)

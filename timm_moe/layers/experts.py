@@ -159,6 +159,14 @@ class Experts(StackedParameters):
         # rows, so that these are not cast before.
         self._casts_rows = self._ends_linear and self.is_grouped and len(matrices) == 2
 
+    def are_copies_of(self, ffn: nn.Module) -> bool:
+        """Tell if the experts are copies or parts of networks with the parameters of this one."""
+        own, other = (
+            {name: parameter.shape for name, parameter in network.named_parameters()}
+            for network in (self._ffn, ffn)
+        )
+        return own == other
+
     def _set_dropout(self, rate: float) -> None:
         """Set the rate of the dropout inside the experts, and remember the dense network's."""
         self._dense_rates = {path: module.p for path, module in dropouts(self._ffn)}

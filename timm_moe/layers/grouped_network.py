@@ -13,7 +13,7 @@ from .functional import is_intercepted
 from .grouped import Runs, batched_linear, grouped_linear, spread_over_rows
 
 #: Libraries whose networks only call their linear layers and norms. A class of the user's may read
-#: the weights of these.
+#: the weights of these, or call them on some of the rows, unless it says ``only_calls_modules``.
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
 #: Names of torch's and timm's norms over the width that have a weight and perhaps a bias.
 _NORMS = ("LayerNorm", "RMSNorm", "RmsNorm")
@@ -101,8 +101,9 @@ def grouped_form(ffn: nn.Module) -> nn.Module | None:
     It maps each row by itself. Modules without weights, such as dropouts, are shared.
 
     Returns:
-        The new network. It is None if a module is not from a known library, has hooks or other
-        weights, or chooses among its submodules. Such a network runs expert by expert.
+        The new network. It is None if a module is not from a known library and does not say that it
+        only calls its submodules, has hooks or other weights, or chooses among its submodules. Such
+        a network runs expert by expert.
     """
     try:
         return _replace(ffn)
@@ -146,8 +147,14 @@ def _original(module: nn.Module) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Tell if a module's class and forward are of a known library."""
+    """Tell if a module only calls its submodules, as those of known libraries do.
+
+    Another class says so by ``only_calls_modules = True``: its forward calls submodules on all rows
+    at once, and computes their outputs row by row. A subclass says it anew.
+    """
     original = _original(module)
+    if vars(original).get("only_calls_modules", False):
+        return True
     # Both are asked, since users patch the forward of classes.
     places = {original.__module__, original.forward.__module__}
     return all(place.partition(".")[0] in _LIBRARIES for place in places)

@@ -398,8 +398,9 @@ def _warn_of_all_rows(network: str) -> None:
     """Warn of the cost of a compiled layer whose network, of this class, has no grouped form."""
     _say_once(
         f"Compiled, every expert computes every row: a {network} has no form that runs once over "
-        "the rows of all experts. Networks of timm, torchvision and transformers have, and their "
-        "subclasses that override nothing."
+        "the rows of all experts. Networks of timm, torchvision and transformers have, their "
+        "subclasses that override nothing, and classes that say only_calls_modules = True "
+        "(docs/trainers.md)."
     )
 
 
@@ -410,7 +411,7 @@ def _say_once(text: str) -> None:
 
 
 def _reset(router: Any) -> Any:
-    """Draw a router's weights and return it.
+    """Draw a router's weights, set its balancing bias to zero, and return the router.
 
     Raises:
         RuntimeError: if the router cannot be reset.
@@ -421,4 +422,8 @@ def _reset(router: Any) -> Any:
             "resets them."
         )
     router.reset_parameters()
+    # A router of the user's resets what it has itself.
+    bias = getattr(router, "balancing_bias", None)
+    if bias is not None:
+        bias.reset_parameters()
     return router

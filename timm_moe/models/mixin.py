@@ -46,11 +46,14 @@ class MoeMixin:
     ``class MoeX(MoeMixin, X)`` and name ``X`` as their ``stock_class``.
 
     Attributes:
+        ffn_modules: the feed-forward networks, where this package does not find them: the
+            ``modules`` of ``convert_to_moe``.
         dense_architecture: registered name of the stock model that the exported weights belong to.
         dense_args: further arguments that ``timm.create_model`` needs for it.
     """
 
     stock_class: ClassVar[type[nn.Module]]
+    ffn_modules: ClassVar[str | list[str] | None] = None
     dense_architecture: str | None = None
     dense_args: dict[str, Any] | None = None
 
@@ -77,7 +80,7 @@ class MoeMixin:
         # In training from scratch the experts start with different weights, as in the paper.
         # Loading a dense checkpoint makes them equal.
         options.setdefault("expert_init", "independent")
-        convert_to_moe(self, **options)  # type: ignore[type-var]
+        convert_to_moe(self, modules=self.ffn_modules, **options)  # type: ignore[type-var]
 
     def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
         """Initialise as the stock class does; experts and routers are as in a new model then."""
@@ -137,7 +140,7 @@ class MoeMixin:
         if architecture is None:  # The model was not made by timm's factory.
             return
         change_pretrained_cfg(self, architecture=architecture)
-        _note_args(self, args)
+        _note_args(self, args or {})
 
 
 def constructor_arguments(known_class: type) -> frozenset[str]:

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from timm.models import model_entrypoint
 from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
 from ..convert.dense import swapped_for_dense
-from ..integrations.timm import build_instead
 from ..layers import CosineRouter, TopKRouter
-from .mixin import MoeMixin, note_dense_form
-from .variants import Variant, register_variants
+from .mixin import MoeMixin
+from .variants import Variant, create_like_stock, register_variants
 
 __all__ = ["MoeSwinTransformer"]  # timm adds the entrypoints
 
@@ -107,15 +105,7 @@ VARIANTS = {
 
 def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     """Build a variant; ``kwargs`` are the caller's."""
-    model, _ = build_instead(
-        model_entrypoint(variant.stock),
-        lambda stock_class: MoeSwinTransformer,
-        name,
-        pretrained=pretrained,
-        **{**variant.args, **kwargs},
-    )
-    note_dense_form(model, variant.stock, {**_SIZE, **kwargs})
-    return model
+    return create_like_stock(MoeSwinTransformer, name, variant, pretrained, {**_SIZE, **kwargs})
 
 
 register_variants(__name__, VARIANTS, _create)

@@ -10,10 +10,14 @@ from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
     get_arch_pretrained_cfgs,
+    model_entrypoint,
     register_model,
 )
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
+
+from ..integrations.timm import build_instead
+from .mixin import note_dense_form
 
 #: Arguments of timm's VisionTransformer by size. ``"vmoe_small"`` is V-MoE's own S.
 SIZES: dict[str, dict[str, Any]] = {
@@ -147,6 +151,35 @@ def create_vit(
         feature_cfg=dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter"),
         **{**variant.own_size, **variant.args, **kwargs},
     )
+
+
+def create_like_stock(
+    model_class: type[nn.Module],
+    name: str,
+    variant: Variant,
+    pretrained: bool,
+    kwargs: dict[str, Any],
+) -> nn.Module:
+    """Build a variant by the entrypoint of its stock model, to be exported as this.
+
+    So it has the stock model's arguments, loads its weights, and has its features.
+
+    Args:
+        model_class: the class with experts in place of the stock model's.
+        name: registered name of the model.
+        variant: the variant; ``args`` are what differs from the stock model.
+        pretrained: load timm's weights.
+        kwargs: the caller's arguments.
+    """
+    model, _ = build_instead(
+        model_entrypoint(variant.stock),
+        lambda stock_class: model_class,
+        name,
+        pretrained=pretrained,
+        **{**variant.own_size, **variant.args, **kwargs},
+    )
+    note_dense_form(model, variant.stock, {**variant.own_size, **kwargs})
+    return model
 
 
 def register_variants(
