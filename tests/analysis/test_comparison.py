@@ -105,9 +105,9 @@ def test_two_pairs_are_judged_as_by_the_studies():
 
 def test_options_that_differ_are_said():
     runs = [
-        measured("dense", 0, model="vit", lr=1e-3),
-        measured("dense", 1, model="vit", lr=2e-3),
-        measured("ewa", 0, model="vit_ewa", lr=1e-3),
+        measured("dense", 0, model="vit", lr=1e-3, drop=0.0, initial_checkpoint=""),
+        measured("dense", 1, model="vit", lr=2e-3, drop=0.0, initial_checkpoint=""),
+        measured("ewa", 0, model="vit_ewa", lr=1e-3, drop=0.1, initial_checkpoint="a.pth"),
         measured("exported", 0),
     ]
     said = lines(runs)
@@ -115,7 +115,10 @@ def test_options_that_differ_are_said():
         "Careful: dense-0 and dense-1, both of dense, differ not only in the seed but in lr."
         in said
     )
-    assert said[-1] == "dense and ewa were trained with different model (vit, vit_ewa)."
+    assert said[-1] == (
+        "dense and ewa were trained with different drop (0.0, 0.1); initial_checkpoint (not set, "
+        "a.pth); model (vit, vit_ewa)."
+    )
 
 
 def test_unfinished_runs_are_told_of():

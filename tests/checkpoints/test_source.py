@@ -304,7 +304,7 @@ def test_a_model_that_train_py_created_for_its_image_size(tmp_path, model, state
         (dict(img_size="w" * 1000), "vit_tiny_ewa_moe cannot be created"),
         (dict(input_size={0: 3}), "arguments in .*damaged"),
         (
-            dict(img_size=96, num_classes=7),
+            dict(img_size=96, in_chans=1),
             "img_size=96: size mismatch for pos_embed.*; with its own image size: size mismatch",
         ),
     ],
@@ -314,6 +314,15 @@ def test_an_image_size_that_a_file_makes_up(ewa_vit, tmp_path, stated, message):
     file = save_as_train_py(tmp_path / "a.pth", ewa_vit, model_kwargs=options, **stated)
     with pytest.raises(ValueError, match=message):
         load_source(file)
+
+
+def test_weights_of_another_number_of_classes_tell_which(ewa_vit, tmp_path):
+    """A file of another trainer does not state it."""
+    file = tmp_path / "a.ckpt"
+    torch.save({"state_dict": ewa_vit.state_dict()}, file)
+    with pytest.raises(ValueError, match="of 5 classes, not 1000: state --num-classes 5"):
+        load_source(file, ModelSpec("vit_tiny_ewa_moe", kwargs=OPTIONS))
+    load_source(file, ModelSpec("vit_tiny_ewa_moe", 5, OPTIONS))
 
 
 def test_an_image_size_of_training_alone(ewa_vit, tmp_path):

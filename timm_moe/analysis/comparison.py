@@ -394,8 +394,15 @@ def differing_options(groups: Mapping[str, Sequence[Measured]]) -> Iterator[str]
     (first, (base, *_)), *others = groups.items()
     for group, (own, *_) in others:
         if differing := _differing(base, own):
-            values = [f"{name} ({one}, {other})" for name, (one, other) in differing.items()]
+            values = [
+                f"{name} ({', '.join(map(_shown, both))})" for name, both in differing.items()
+            ]
             yield f"{first} and {group} were trained with different {'; '.join(values)}."
+
+
+def _shown(value: Any) -> str:
+    """Write the value of an option, of which train.py may have none."""
+    return "not set" if value in (None, "") else str(value)
 
 
 def _differing(one: Measured, other: Measured) -> dict[str, tuple[Any, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import timm
 from torch import Tensor, nn
@@ -67,11 +68,27 @@ def fitted(
     try:
         sketch.load_state_dict({key: tensor.to("meta") for key, tensor in taken.items()})
     except (RuntimeError, ValueError) as error:
+        classes = _number_of_classes(sketch, taken)
+        if classes != sketch.num_classes and not is_strict:
+            raise ValueError(
+                f"they are of {classes} classes, not {sketch.num_classes}: state --num-classes "
+                f"{classes}."
+            ) from error
         raise ValueError(first_problem(error)) from error
     require_kinds(taken, expected, path)
     if is_strict:
         _require_shapes(taken, expected)
     return Fit(blueprint, taken, expected.keys() - taken.keys())
+
+
+def _number_of_classes(model: Any, weights: Mapping[str, Tensor]) -> int:
+    """Return the number of classes of weights, by the classifier of the model that they may fit.
+
+    It is the model's own where this cannot be told.
+    """
+    classifier = model.pretrained_cfg.get("classifier")
+    bias = weights.get(f"{classifier}.bias")
+    return len(bias) if bias is not None and bias.ndim == 1 else int(model.num_classes)
 
 
 def _require_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -278,7 +278,7 @@ def _training(history: History, stated_dataset: str | None) -> str:
         text += f" {when} epoch {history.epoch} (from 0)"
     start = history.base or history.start
     if start:
-        text += f"; it began from the weights of `{public(start)}`"
+        text += f"; it began from other weights, `{public(start)}`"
     if stated_dataset:
         name = stated_dataset if HUB_NAME.fullmatch(stated_dataset) else public(stated_dataset)
         text += f". The publisher states that its images were those of `{name}`"

@@ -330,7 +330,10 @@ def test_the_command(splits, tmp_path, capsys):
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "routing degree 16" in out
-    assert "layers worth keeping: blocks.1.mlp, blocks.3.mlp; routing degree 16" in out
+    assert (
+        "layers worth keeping in an efficient ViMoE: blocks.1.mlp, blocks.3.mlp; routing degree 16"
+        in out
+    )
     written = json.loads((tmp_path / "out/routes.json").read_text())
     assert [layer["kept"] for layer in written["layers"]] == [True, True]
     assert f"{written['layers'][0]['mutual_information']:.3f} nats" in out

@@ -49,7 +49,10 @@ def table(summary: Mapping[str, Any]) -> Iterator[str]:
     )
     yield f"{images}, experts of an image in all layers {summary['experts_per_image']:.2f}"
     yield f"routing degree {summary['routing_degree']:,}"
-    yield f"layers worth keeping: {kept}; routing degree {summary['routing_degree_of_kept']:,}"
+    yield (
+        f"layers worth keeping in an efficient ViMoE: {kept}; routing degree "
+        f"{summary['routing_degree_of_kept']:,}"
+    )
 
 
 def class_shares(all_routes: Sequence[Routes]) -> Iterator[list[Any]]:
