@@ -333,16 +333,15 @@ def test_layer_decay_counts_what_is_shared_to_the_last_block():
 
 
 def test_layer_decay_with_groups():
-    model = widenet(routing_groups=2)
-    groups = param_groups_layer_decay(model, layer_decay=0.5)
-    scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
-    named = {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
-    assert named["blocks.0.0.mlp.fc1.weight"] == named["blocks.1.1.norm1.weight"]
-    assert (
-        named["blocks.0.0.norm1.weight"]
-        == named["blocks.0.1.norm1.weight"]
-        < named["blocks.1.0.norm1.weight"]
-    )
+    """It is that without groups: they share a routing, and do not change the depth."""
+    scales = []
+    for model in (widenet(), widenet(routing_groups=2)):
+        groups = param_groups_layer_decay(model, layer_decay=0.5)
+        of_each = {id(each): group["lr_scale"] for group in groups for each in group["params"]}
+        scales.append({name: of_each[id(each)] for name, each in model.named_parameters()})
+    plain, grouped = scales
+    assert grouped == {_grouped(name, 2): scale for name, scale in plain.items()}
+    assert plain["blocks.1.norm1.weight"] < plain["blocks.2.norm1.weight"]
 
 
 def test_the_optimizer_of_the_paper_trains_shared_parameters_once(images):

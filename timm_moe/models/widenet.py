@@ -73,11 +73,16 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return timm's groups, with the shared parts in the group of the last block.
 
-        In the first block's group, layer decay would treat them as early layers.
+        In the first block's group, layer decay would treat them as early layers. A block that is in
+        a routing group is a group of timm's by itself, as without routing groups.
         """
         groups = super().group_matcher(coarse)
         shared = rf"^blocks\.0\.(?:0\.)?(?:{'|'.join(self.shared_parts)})\."
-        return {**groups, "blocks": [(shared, (len(self.blocks) - 1,)), *groups["blocks"]]}
+        last: tuple[int, ...] = (len(self.blocks) - 1,)
+        if isinstance(self.blocks[-1], RoutingGroup):
+            last = (*last, len(self.blocks[-1]) - 1)
+        in_routing_group = r"^blocks\.(\d+)\.(\d+)\."
+        return {**groups, "blocks": [(shared, last), (in_routing_group, None), *groups["blocks"]]}
 
 
 def _block_of_own_norms(**kwargs: Any) -> Block:
