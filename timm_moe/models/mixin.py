@@ -83,9 +83,19 @@ class MoeMixin:
         convert_to_moe(self, modules=self.ffn_modules, **options)  # type: ignore[type-var]
 
     def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Initialise as the stock class does; experts and routers are as in a new model then."""
+        """Initialise as the stock class does; experts and routers are as in a new model then.
+
+        Raises:
+            AttributeError: if the stock class has no such method.
+        """
+        init_weights = getattr(super(), "init_weights", None)
+        if init_weights is None:
+            raise AttributeError(
+                f"{self.stock_class.__name__} has no init_weights(): make the model where its "
+                "weights are to be, or load weights."
+            )
         with swapped_for_dense(self):
-            super().init_weights(*args, **kwargs)  # type: ignore[misc]
+            init_weights(*args, **kwargs)
 
     def load_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
         """Load a file of another library, such as Google's ``.npz``, as the stock class does.
