@@ -230,7 +230,7 @@ class Run:
             use.name: self._deploy(use.training, use.deployment, f"uses-{use.name}", log)
             for use in self.training.uses
         }
-        cost = self._call(self._train_command(used), log)
+        seconds = self._call(self._train_command(used), log)
         epochs = self._saved_epochs()
         if epochs < self._epochs() and self.place.is_over():
             return
@@ -239,7 +239,7 @@ class Run:
                 f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs."
             )
         trained = {
-            **cost,
+            "seconds": seconds,
             "whole": is_whole,
             "versions": versions(self.place.device, "one thread a run"),
             "curve": self._curve(),
@@ -314,12 +314,8 @@ class Run:
             )
         write_json(self._result(arm), {"stated": self.statement(arm), "figures": figures})
 
-    def _call(self, command: list[str], log: IO[str]) -> dict[str, float]:
-        """Run a command.
-
-        Returns:
-            Seconds (CPU time, or wall time on a GPU) and MiB at the peak.
-        """
+    def _call(self, command: list[str], log: IO[str]) -> float:
+        """Run a command, and return its seconds: of CPU time, or of wall time on a GPU."""
         started = time.monotonic()
         print(f"+ {' '.join(command)}", file=log, flush=True)
         process = subprocess.Popen(
@@ -343,11 +339,7 @@ class Run:
                 f"{self.name}: {what} ended with {process.returncode}: {last_line} ({log.name})"
             )
         is_cpu = self.place.device == "cpu"
-        seconds = usage.ru_utime + usage.ru_stime if is_cpu else time.monotonic() - started
-        return {
-            "seconds": seconds,
-            "peak_mib": usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
-        }
+        return usage.ru_utime + usage.ru_stime if is_cpu else time.monotonic() - started
 
 
 #: Ids of the running commands.

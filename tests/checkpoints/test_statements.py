@@ -154,6 +154,7 @@ import runpy, sys
 from timm.models import build_model_with_cfg, register_model
 from timm.models.vision_transformer import VisionTransformer
 from timm_moe.models.mixin import MoeMixin, note_dense_form
+from timm_moe.models.variants import Variant, register_variants
 
 class Deep(VisionTransformer):
     def __init__(self, deep=1, **kwargs):
@@ -168,6 +169,14 @@ def deep_moe(pretrained=False, **kwargs):
     note_dense_form(model, "deep", kwargs)
     return model
 
+@register_model
+def deep(pretrained=False, **kwargs):
+    return build_model_with_cfg(Deep, "deep", pretrained, **kwargs)
+
+def create(name, variant, pretrained, kwargs):
+    return build_model_with_cfg(MoeDeep, name, pretrained, **kwargs)
+
+register_variants(__name__, {"deep_moe_b": Variant("Deep.", "deep", {})}, create)
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
@@ -181,10 +190,12 @@ def test_a_script_that_runs_another_in_its_place_has_models_of_its_own(tmp_path)
         "from common import OPTIONS, ROOT, SMALL_VIT, save_as_train_py\n"
         "from timm_moe.checkpoints.source import load_source\n"
         "options = dict(deep=2, router='top_k')\n"
-        "model = timm.create_model('deep_moe', **options, **SMALL_VIT)\n"
-        "save_as_train_py('a.pth', model, 'deep_moe', model_kwargs={**options, **OPTIONS})\n"
-        "print(load_source('a.pth').dense_args['deep'])\n"
+        "for name in ('deep_moe', 'deep_moe_b'):\n"
+        "    model = timm.create_model(name, **options, **SMALL_VIT)\n"
+        "    save_as_train_py('a.pth', model, name, model_kwargs={**options, **OPTIONS})\n"
+        "    load_source('a.pth')\n"
+        "    print(name)\n"
     )
     done = run_script(tmp_path / "main.py", "other.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("2\n")
+    assert done.stdout.split() == ["deep_moe", "deep_moe_b"]

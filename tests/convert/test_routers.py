@@ -435,24 +435,29 @@ class Limited(Router):
 
 
 def test_none_is_read_in_the_options_of_every_router(monkeypatch):
-    """timm drops options that are None."""
+    """Reads a word where the default is a word; timm drops options that are None."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    timm_moe.register_router(timm_moe.RouterSpec("limited", Limited, options={"limit": 1.05}))
-    model = timm.create_model("vit_tiny_ewa_moe", router="limited", limit="none", **SMALL_VIT)
-    limits = [layer.router.limit for layer in timm_moe.moe_layers(model).values()]
-    assert limits
-    assert set(limits) == {None}
+    for limit, read in ((1.05, None), (None, None), ("all", "none")):
+        spec = timm_moe.RouterSpec("limited", Limited, options={"limit": limit})
+        timm_moe.register_router(spec)
+        model = timm.create_model("vit_tiny_ewa_moe", router="limited", limit="none", **SMALL_VIT)
+        layers = timm_moe.moe_layers(model).values()
+        assert [layer.router.limit for layer in layers] == [read] * 2
 
 
-def test_a_layer_whose_experts_are_no_copies_is_refused():
-    """Its dense form would lack what the layer adds, and have another width."""
+def low_rank(ffn, router, **options):
+    return MoeMlp(Mlp(ffn.fc1.in_features, 4), router)
 
-    def low_rank(ffn, router, **options):
-        return MoeMlp(Mlp(ffn.fc1.in_features, 4), router, **options)
 
-    spec = timm_moe.RouterSpec("low_rank", TopKRouter, layer=low_rank, layer_options={})
+def other_activation(ffn, router, **options):
+    return MoeMlp(Mlp(ffn.fc1.in_features, ffn.fc1.out_features, act_layer=nn.ReLU), router)
+
+
+@pytest.mark.parametrize("layer", [low_rank, other_activation])
+def test_a_layer_whose_experts_are_no_copies_is_refused(layer):
+    """Its dense form would have another width, or compute something else."""
+    spec = timm_moe.RouterSpec("own", TopKRouter, layer=layer, layer_options={})
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
-    told = r"router='low_rank' .*another network than blocks\.1\.mlp"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=r"router='own' .*another network than blocks\.1\.mlp"):
         timm_moe.convert_to_moe(model, router=spec)
     assert timm_moe.moe_layers(model) == {}

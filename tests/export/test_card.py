@@ -97,7 +97,11 @@ def test_no_path_and_nothing_that_is_not_known_is_in_the_card(checkpoint, tmp_pa
     torch.save(content, tmp_path / "last.pth.tar")
     card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
     assert "alice" not in card
-    assert "it began from other weights, `start.pth.tar`" in card
+    assert "it began from the weights of `start.pth.tar`" in card
+    content["args"].initial_checkpoint = "/home/alice/last.pth.tar"
+    torch.save(content, tmp_path / "last.pth.tar")
+    card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+    assert "it began from the weights of another `last.pth.tar`" in card
     stated = push_moe(
         tmp_path / "last.pth.tar", "user/vit", dry_run=True, metrics={"top1": 50.0}
     ).card
@@ -178,7 +182,7 @@ def test_a_folder_is_the_start_of_a_training_by_pretrained_alone(checkpoint, tmp
     model = "vit_tiny_ewa_moe"
     spec = ModelSpec(model, SMALL_VIT["num_classes"], {**OPTIONS, "num_experts": 3})
     card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True, spec=spec).card
-    assert ("it began from other weights, `local-dir:teacher`" in card) == pretrained
+    assert ("it began from the weights of `local-dir:teacher`" in card) == pretrained
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,7 @@ def test_a_resumed_run_names_where_its_weights_began(checkpoint, tmp_path, args,
     vars(content["args"]).update(args)
     torch.save(content, tmp_path / "resumed.pth.tar")
     card = push_moe(tmp_path / "resumed.pth.tar", "user/vit", dry_run=True).card
-    told = re.findall("it began from other weights, `(.*?)`", card)
+    told = re.findall("it began from the weights of `(.*?)`", card)
     assert told == ([] if start is None else [start])
 
 

@@ -333,7 +333,7 @@ def test_layer_decay_counts_what_is_shared_to_the_last_block():
 
 
 def test_layer_decay_with_groups():
-    """It is that without groups: they share a routing, and do not change the depth."""
+    """Equals that without groups, which share a routing and do not change the depth."""
     scales = []
     for model in (widenet(), widenet(routing_groups=2)):
         groups = param_groups_layer_decay(model, layer_decay=0.5)

@@ -60,10 +60,10 @@ def test_the_page_says_what_the_intervals_allow():
         for arm in ("dense", "EWA")
     }
     versions = {"device": "a chip", "torch": "2"}
-    cost = {"dense": (1000.0, 200.0, True), "ewa": (3000.0, 100.0, False)}
+    cost = {"dense": (1000.0, True), "ewa": (3000.0, False)}
     costs_of = {
-        name: {"0": {"seconds": seconds, "peak_mib": mib, "whole": whole, "versions": versions}}
-        for name, (seconds, mib, whole) in cost.items()
+        name: {"0": {"seconds": seconds, "whole": whole, "versions": versions}}
+        for name, (seconds, whole) in cost.items()
     }
     results = {"arms": arms, "cost": costs_of}
     section = page.section(Outcome(study, "small", results))

@@ -21,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 import timm_moe
 from timm_moe.callbacks import start_averaging
-from timm_moe.layers import BalancingBias, RecordingRouter, linear_logits, routing_to
+from timm_moe.layers import (
+    BalancingBias,
+    RecordingRouter,
+    Router,
+    TopKRouter,
+    linear_logits,
+    routing_to,
+)
 
 
 def make_model(**options):
@@ -351,7 +358,7 @@ def test_the_choices_of_all_processes_count(tmp_path):
 
 
 class OwnRouter(RecordingRouter):
-    """A user's, whose reset_parameters knows of its own weights alone."""
+    """A router of a user's, whose reset_parameters knows of its own weights alone."""
 
     def __init__(self, dim, num_experts):
         super().__init__(num_experts, {}, bias_rate=0.1)
@@ -367,13 +374,28 @@ class OwnRouter(RecordingRouter):
         return routing_to(expert, gate, self.num_experts)
 
 
-def test_the_bias_of_a_users_router_starts_anew_with_its_weights():
-    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, router=OwnRouter)
-    for layer in timm_moe.moe_layers(model).values():
-        layer.router.balancing_bias.steps.fill_(7)
+class Around(Router):
+    """A router of a user's around one of the package."""
+
+    def __init__(self, dim, num_experts):
+        super().__init__(num_experts)
+        self.inner = TopKRouter(dim, num_experts, bias_rate=0.1)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.inner.weight)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("router", [OwnRouter, Around])
+def test_the_bias_of_a_users_router_starts_anew_with_its_weights(router):
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, router=router)
+    for bias in biases(model):
+        bias.steps.fill_(7)
     model.init_weights()
     with torch.device("meta"):
-        sketch = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, router=OwnRouter)
+        sketch = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, router=router)
     for made in (model, sketch.to_empty(device="cpu")):
-        for layer in timm_moe.moe_layers(made).values():
-            assert not layer.router.balancing_bias.steps.any()
+        assert len(biases(made)) == 2
+        assert not any(bias.steps.any() for bias in biases(made))

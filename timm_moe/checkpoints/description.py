@@ -236,8 +236,8 @@ def _is_plain(value: Any) -> bool:
 def architecture_arguments(architecture: str) -> frozenset[str]:
     """Return the names of the arguments that describe a registered model.
 
-    They are this package's options and the constructor arguments of the model and config classes in
-    the module of its entrypoint. The class that is built refuses those that it does not take.
+    They are this package's options and the constructor arguments of the model and config classes
+    where its entrypoint is. The class that is built refuses those that it does not take.
     """
     names = _arguments_of_classes(model_entrypoint(architecture)).union(
         moe_options(), _ENTRYPOINT_OPTIONS, _OF_NAFLEX
@@ -250,12 +250,9 @@ def _arguments_of_classes(entrypoint: Any) -> frozenset[str]:
     module = sys.modules[entrypoint.__module__]
     stock_module = getattr(module, "stock_module", module)
     names: set[str] = set()
-    # The globals are those of a script that runs another one in its own place, as by runpy.
-    for known in (
-        *vars(module).values(),
-        *vars(stock_module).values(),
-        *entrypoint.__globals__.values(),
-    ):
+    # A script that runs another one in its own place, as by runpy, is no module any more.
+    place = getattr(entrypoint, "place", getattr(entrypoint, "__globals__", {}))
+    for known in (*vars(module).values(), *vars(stock_module).values(), *place.values()):
         if not isinstance(known, type) or not (issubclass(known, nn.Module) or is_dataclass(known)):
             continue
         arguments = constructor_arguments(known)

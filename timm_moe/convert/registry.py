@@ -54,7 +54,7 @@ class RouterSpec:
         factory: ``(dim, num_experts, **options)`` -> a :class:`timm_moe.layers.Router` of rows of
             width ``dim``.
         options: options of the factory with their defaults: keywords of ``convert_to_moe`` and of
-            train.py's ``--model-kwargs``.
+            train.py's ``--model-kwargs``. ``"none"`` is read as None, unless the default is a word.
         last_factory: the factory for the last expert layer, if it is another.
         layer: ``(ffn, router, **options)`` -> the expert layer.
         layer_options: options of the layer with their defaults.
@@ -177,11 +177,14 @@ def split_options(
                 f"not have: state router={owner.name!r} too. Models such as vmoe_b16 set options "
                 "of their own router; an *_ewa_moe model takes any."
             )
-    own = {
-        name: _read(given[name], default) if name in given else default
-        for name, default in spec.options.items()
-    }
-    return own, {name: given.get(name, default) for name, default in spec.layer_options.items()}
+    of_router, of_layer = (
+        {
+            name: _read(given[name], default) if name in given else default
+            for name, default in options.items()
+        }
+        for options in (spec.options, spec.layer_options)
+    )
+    return of_router, of_layer
 
 
 def _read(value: Any, default: Any) -> Any:

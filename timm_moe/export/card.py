@@ -278,7 +278,9 @@ def _training(history: History, stated_dataset: str | None) -> str:
         text += f" {when} epoch {history.epoch} (from 0)"
     start = history.base or history.start
     if start:
-        text += f"; it began from other weights, `{public(start)}`"
+        # train.py gives the files of all runs the same names.
+        another = "another " if public(start) == history.file else ""
+        text += f"; it began from the weights of {another}`{public(start)}`"
     if stated_dataset:
         name = stated_dataset if HUB_NAME.fullmatch(stated_dataset) else public(stated_dataset)
         text += f". The publisher states that its images were those of `{name}`"

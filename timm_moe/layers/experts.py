@@ -160,9 +160,12 @@ class Experts(StackedParameters):
         self._casts_rows = self._ends_linear and self.is_grouped and len(matrices) == 2
 
     def are_copies_of(self, ffn: nn.Module) -> bool:
-        """Tell if the experts are copies or parts of networks with the parameters of this one."""
+        """Tell if the experts are copies or parts of networks of this one's classes and shapes."""
         own, other = (
-            {name: parameter.shape for name, parameter in network.named_parameters()}
+            (
+                {name: type(module) for name, module in network.named_modules()},
+                {name: parameter.shape for name, parameter in network.named_parameters()},
+            )
             for network in (self._ffn, ffn)
         )
         return own == other

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .balancing_bias import BalancingBias
 from .checks import check_choice
 from .dispatch import combine, dispatch
 from .experts import Experts, dropouts, mean_over_experts
@@ -411,7 +412,7 @@ def _say_once(text: str) -> None:
 
 
 def _reset(router: Any) -> Any:
-    """Draw a router's weights, set its balancing bias to zero, and return the router.
+    """Draw a router's weights, set its balancing biases to zero, and return the router.
 
     Raises:
         RuntimeError: if the router cannot be reset.
@@ -422,8 +423,8 @@ def _reset(router: Any) -> Any:
             "resets them."
         )
     router.reset_parameters()
-    # A router of the user's resets what it has itself.
-    bias = getattr(router, "balancing_bias", None)
-    if bias is not None:
-        bias.reset_parameters()
+    # A user's router resets its own weights alone.
+    for module in router.modules():
+        if isinstance(module, BalancingBias):
+            module.reset_parameters()
     return router

@@ -161,6 +161,8 @@ class TopKRouter(RecordingRouter):
         With zeros the order of the experts would decide the choice.
         """
         nn.init.trunc_normal_(self.weight, std=0.02)
+        if self.balancing_bias is not None:
+            self.balancing_bias.reset_parameters()
 
     @property
     def needs_whole_images(self) -> bool:  # type: ignore[override]

@@ -46,8 +46,9 @@ class MoeMixin:
     ``class MoeX(MoeMixin, X)`` and name ``X`` as their ``stock_class``.
 
     Attributes:
-        ffn_modules: the feed-forward networks, where this package does not find them: the
-            ``modules`` of ``convert_to_moe``.
+        ffn_modules: the feed-forward networks, where this package does not find them: a regular
+            expression or a list of names, as ``modules`` of ``convert_to_moe``. All of them become
+            experts by default.
         dense_architecture: registered name of the stock model that the exported weights belong to.
         dense_args: further arguments that ``timm.create_model`` needs for it.
     """

@@ -167,7 +167,8 @@ def create_like_stock(
     Args:
         model_class: the class with experts in place of the stock model's.
         name: registered name of the model.
-        variant: the variant; ``args`` are what differs from the stock model.
+        variant: the variant. ``args`` are the options of its experts; what changes the dense model,
+            too, belongs in ``own_size``.
         pretrained: load timm's weights.
         kwargs: the caller's arguments.
     """
@@ -218,10 +219,11 @@ def register(
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(pretrained, kwargs)
 
+    place = vars(sys.modules[module])
+    entrypoint.place = place  # type: ignore[attr-defined]  # where the model's class is
     entrypoint.__name__ = name
     entrypoint.__qualname__ = name
     entrypoint.__module__ = module
     entrypoint.__doc__ = description
-    place = vars(sys.modules[module])
     place.setdefault("default_cfgs", {}).update(generate_default_cfgs(cfgs))
     place[name] = register_model(entrypoint)
