@@ -187,7 +187,7 @@ def test_a_script_that_runs_another_in_its_place_has_models_of_its_own(tmp_path)
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
         "import timm\n"
-        "from common import OPTIONS, ROOT, SMALL_VIT, save_as_train_py\n"
+        "from common import OPTIONS, SMALL_VIT, save_as_train_py\n"
         "from timm_moe.checkpoints.source import load_source\n"
         "options = dict(deep=2, router='top_k')\n"
         "for name in ('deep_moe', 'deep_moe_b'):\n"

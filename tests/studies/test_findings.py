@@ -787,6 +787,27 @@ def test_four_of_six_comparisons_of_likelihood_and_calibration_stay_clear():
     assert {*found} - clear == {("nll", "weak"), ("nll", "strong")}
 
 
+def test_which_gains_of_likelihood_stay_clear_depends_on_the_comparisons():
+    """A finding of study recipe says over which of them; docs/pays.md names its gains."""
+    recipe = stored("recipe")
+    nll = recipe.study.measure.figure("nll")
+    found = {
+        (method, name): recipe.difference(f"{method}, {name}", f"dense, {name}", nll).p
+        for method in (FUSED, "EWA, constant")
+        for name in RECIPES
+    }
+    of_each = {
+        key: p
+        for method in (FUSED, "EWA, constant")
+        for key, p in holm({key: p for key, p in found.items() if key[0] == method}).items()
+    }
+    assert {key for key, p in of_each.items() if p >= 0.05} == {
+        (FUSED, "strong"),
+        ("EWA, constant", "strong"),
+    }
+    assert {key for key, p in holm(found).items() if p < 0.05} == {("EWA, constant", "weak")}
+
+
 @pytest.mark.parametrize(
     ("study", "ewa", "p"), [("scratch", "EWA, linear", 0.24), ("confirmation", "linear", 0.18)]
 )
