@@ -51,7 +51,6 @@ def test_a_thousand_classes_stay_below_ten_megabytes(tmp_path):
             grid=(14, 14),
             expert_SMP=torch.randint(32, (SHOWN, 1, 196), generator=generator),
             gate_SMP=torch.rand(SHOWN, 1, 196, generator=generator),
-            next_EE=torch.randint(99, (32, 32), generator=generator) if number < 11 else None,
             surest=surest,
         )
         layers.append(layer)

@@ -192,7 +192,7 @@ def test_small_heat_maps_have_numbers_and_large_ones_none():
             for expert in range(experts)
             for other in range(experts)
         ]
-        layers = charts.heatmap(rows, "expert", "cosine", highest=1.0).to_dict()["layer"]
+        layers = charts.heatmap(rows).to_dict()["layer"]
         return [layer["mark"]["type"] for layer in layers]
 
     assert marks(4) == ["rect", "text"]

@@ -60,30 +60,26 @@ def loads(rows: Rows, even: float | None) -> Any:
     )
 
 
-def heatmap(
-    rows: Rows, x_title: str, value_title: str, highest: float, percent: bool = False
-) -> Any:
-    """Draw a cell for each pair of an ``expert`` and an ``other``.
+def heatmap(rows: Rows) -> Any:
+    """Draw a cell for each pair of an ``expert`` and an ``other``: their cosine, the ``value``.
 
-    A larger ``value`` is darker, up to the highest. Small maps have the numbers in their cells.
+    A larger value is darker. Small maps have the numbers in their cells.
     """
-    colours = alt.Scale(scheme="cividis", reverse=True, domain=[0, highest], clamp=True)
-    legend = alt.Legend(format="%" if percent else ".2")
+    colours = alt.Scale(scheme="cividis", reverse=True, domain=[0, 1], clamp=True)
     # The cells have no data of their own, so that they show the choice from the whole chart's data.
     marks = alt.Chart().encode(
-        x=alt.X("other:O", title=x_title, axis=alt.Axis(labelAngle=0)),
+        x=alt.X("other:O", title="expert", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("expert:O", title="expert"),
     )
+    legend = alt.Legend(format=".2")
     cells = marks.mark_rect().encode(
-        color=alt.Color("value:Q", title=value_title, scale=colours, legend=legend),
-        tooltip=["expert:O", "other:O", alt.Tooltip("value:Q", format=".1%" if percent else ".3")],
+        color=alt.Color("value:Q", title="cosine", scale=colours, legend=legend),
+        tooltip=["expert:O", "other:O", alt.Tooltip("value:Q", format=".3")],
     )
     layers = [cells]
     if len({row["other"] for row in rows}) <= NUMBERED:
-        on_dark = alt.condition(
-            f"datum.value > {highest / 2}", alt.value("white"), alt.value("black")
-        )
-        number = alt.Text("value:Q", format=".0%" if percent else ".2f")
+        on_dark = alt.condition("datum.value > 0.5", alt.value("white"), alt.value("black"))
+        number = alt.Text("value:Q", format=".2f")
         layers.append(marks.mark_text(aria=False).encode(text=number, color=on_dark))
     return alt.layer(*layers, data=alt.Data(values=list(rows))).properties(
         width="container", height=300

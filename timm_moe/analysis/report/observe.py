@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 
 import torch
 from timm.data import ImageDataset
@@ -54,10 +53,6 @@ class LayerObservation:
     #: first choice of each patch of the images that are shown, E for one that was dropped
     expert_SMP: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))
     gate_SMP: Tensor = field(default_factory=partial(torch.empty, 0))  #: its probability
-    #: rows by their first choices here and in the next layer; None for the last one
-    next_EE: Tensor | None = None
-    #: first choice of each row of the last batch, (T,)
-    first_T: Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.long))
     #: the choices before capacities; they are there after the last batch
     routes: Routes = None  # type: ignore[assignment]
 
@@ -70,7 +65,6 @@ class LayerObservation:
         self, call: RouterCall, pixels_B: Tensor, labels_B: Tensor, shown: Sequence[int]
     ) -> None:
         """Take in a batch and the indices of its images that are shown."""
-        self.first_T = call.chosen_TK[:, 0]
         images, copies = len(pixels_B), call.layer.router.copies()
         gate_BMP = self._patches(self._gates(call), images, copies).float()
         self._count_dropped(call)
@@ -79,7 +73,7 @@ class LayerObservation:
             self.expert_SMP = torch.cat([self.expert_SMP, kept_BMP[shown]])
             self.gate_SMP = torch.cat([self.gate_SMP, gate_BMP[shown]])
         if self.grid is not None:
-            expert_BMP = self._patches(self.first_T, images, copies)
+            expert_BMP = self._patches(call.chosen_TK[:, 0], images, copies)
             self._add_surest(expert_BMP, gate_BMP, pixels_B, labels_B)
 
     def _patches(self, of_rows: Tensor, images: int, copies: int) -> Tensor:
@@ -98,7 +92,7 @@ class LayerObservation:
             # Of nearly even gates it may round to more than 1.
             histogram = torch.histc(entropy.clamp(max=1).float(), ENTROPY_BINS, 0, 1)
             self.entropy = histogram if self.entropy is None else self.entropy + histogram
-            return probability.gather(1, self.first_T[:, None] % width)[:, 0]
+            return probability.gather(1, call.chosen_TK[:, :1] % width)[:, 0]
         weights = call.routing.weights()
         return torch.ones(len(call.kept_TK)) if weights is None else weights[:, 0]
 
@@ -111,20 +105,6 @@ class LayerObservation:
             for expert_TK in (call.chosen_TK, call.kept_TK)
         )
         self.dropped += chosen - kept
-
-    def add_pairs(self, following: "LayerObservation") -> None:
-        """Count the last batch's rows by their experts here and in the next layer.
-
-        Nothing is counted if the next layer sees other rows.
-        """
-        here_T, there_T = self.first_T, following.first_T
-        if len(here_T) != len(there_T):
-            return
-        here, there = len(self.surest), len(following.surest)  # numbers of experts
-        known = (here_T < here) & (there_T < there)
-        index = here_T[known] * there + there_T[known]
-        pairs_EE = index.bincount(minlength=here * there).view(here, there).cpu()
-        self.next_EE = pairs_EE if self.next_EE is None else self.next_EE + pairs_EE
 
     def _add_surest(
         self, expert_BMP: Tensor, gate_BMP: Tensor, pixels_B: Tensor, labels_B: Tensor
@@ -206,8 +186,6 @@ def observe(
                 if call.layer.router.depends_on_input:
                     layer = layers.setdefault(call.name, _observation(call, model, pixels_B))
                     layer.add(call, pixels_B, label_B, own)
-            for here, there in pairwise(layers.values()):
-                here.add_pairs(there)
             figures.update(log_p_BMC, label_B)
             if own:
                 pixels.append(pixels_B[own])

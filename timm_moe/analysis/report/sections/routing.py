@@ -1,7 +1,6 @@
 """Routing in a report: experts of classes and patches, loads, certainty of the routers."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from .. import charts
 from ..observe import ENTROPY_BINS, LayerObservation, Observation
@@ -40,7 +39,6 @@ def routing_section(seen: Observation) -> Section | None:
             patches_part(seen),
             surest_part(seen),
             _entropy_part(seen.layers),
-            _pairs_part(seen.layers),
         ]
     shown = [part for part in parts if part is not None]
     if not shown:
@@ -162,33 +160,3 @@ def _entropy_part(layers: Sequence[LayerObservation]) -> Part | None:
         return Part(title, f"All rows lie between {alone}. {text}")
     chart = charts.histogram(rows, "layer", "how undecided the router is", "share of the rows")
     return Part(title, text, chart.to_dict())
-
-
-def _pairs_part(layers: Sequence[LayerObservation]) -> Part | None:
-    rows = [
-        {
-            "pair": f"{layer.name} to {following.name}",
-            "expert": expert,
-            "other": other,
-            "value": share,
-        }
-        for layer, following in pairwise(layers)
-        if layer.next_EE is not None
-        for expert, shares in enumerate(
-            (layer.next_EE / layer.next_EE.sum(1, keepdim=True).clamp(min=1)).tolist()
-        )
-        for other, share in enumerate(shares)
-    ]
-    if not rows:
-        return None
-    highest = max(row["value"] for row in rows)
-    chart = charts.heatmap(
-        rows, "expert in the next layer", "share of its rows", highest, percent=True
-    )
-    text = (
-        "Take the rows that one expert gets. The chart shows which experts the same rows get in "
-        "the next expert layer. Only first choices count."
-    )
-    return Part(
-        "Do experts follow each other?", text, charts.chosen(chart, "pair", "layers").to_dict()
-    )

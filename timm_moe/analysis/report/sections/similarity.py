@@ -95,7 +95,7 @@ def similarity_section(similarities: Sequence[ExpertSimilarity]) -> Section | No
         for expert, cosines in enumerate(getattr(layer, f"{compared}_EE").tolist())
         for other, cosine in enumerate(cosines)
     ]
-    chart = charts.chosen(charts.heatmap(rows, "expert", "cosine", highest=1.0), "of", "compare")
+    chart = charts.chosen(charts.heatmap(rows), "of", "compare")
     distances = [
         f"{layer.layer} {layer.spread:.3g}" for layer in similarities if layer.spread is not None
     ]
