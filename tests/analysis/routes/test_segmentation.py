@@ -303,3 +303,18 @@ def test_a_folder_of_a_backbone_is_opened_without_a_classifier(tmp_path):
     loaded = load_source(tmp_path / "model")
     assert loaded.num_classes == 0
     assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("size", [(16, 64), (64, 16), (64, 64)])
+def test_the_patches_are_those_of_the_images_and_not_of_the_size_that_the_model_is_built_for(
+    masked, size
+):
+    model = backbone(dynamic_img_size=True, img_size=32)
+    config = {**preprocessing(model), "input_size": (3, *size)}
+    images = MaskedImages(masked / "images", masked / "masks", config, NAMES, VOID)
+    routes = collect_patch_routes(model, images, HERE)
+    expected = torch.stack(
+        [majority_labels(labels[None], (size[0] // 8, size[1] // 8))[0] for _, labels in images]
+    )
+    known = routes[0].labels >= 0
+    assert torch.equal(routes[0].labels[known], expected[known])

@@ -294,7 +294,8 @@ def collect_patch_routes(
             one; if a pair of image and mask cannot be used; or if no patch has a class.
     """
     prefix: Any = model.num_prefix_tokens
-    grid: Any = model.get_submodule("patch_embed").grid_size
+    embedding: Any = model.get_submodule("patch_embed")
+    grid = embedding.dynamic_feat_size(images.size)
     place = device_and_type(model, inference)
     of_patches = (
         (x.to(*place), majority_labels(labels_BHW, grid))
