@@ -446,3 +446,9 @@ def test_the_picture_has_the_intervals_of_the_table(tmp_path, monkeypatch):
     accuracy = compare(runs)[0].differences["accuracy"]
     half = accuracy.high - accuracy.mean
     assert drawn[0] == pytest.approx((100 * accuracy.mean, 100 * half))
+
+
+def test_runs_whose_seeds_are_unknown_are_no_pair():
+    runs = [measured(group, seed) for group in ("dense", "ewa") for seed in (None, 1, 2)]
+    (found,) = comparison.compare(runs)
+    assert found.seeds == [1, 2]

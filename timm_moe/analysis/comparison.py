@@ -308,7 +308,7 @@ def _pairs(
 ) -> list[tuple[Measured, Measured]]:
     if len(first) == len(second) == 1:
         return [(first[0], second[0])]
-    by_seed = {each.seed: each for each in first}
+    by_seed = {each.seed: each for each in first if each.seed is not None}
     return [(by_seed[each.seed], each) for each in second if each.seed in by_seed]
 
 
