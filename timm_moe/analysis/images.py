@@ -159,7 +159,7 @@ def _of_one_name(root: str, taken: set[str]) -> list[str]:
 
     Those of one name follow each other. Hidden folders are left out, as the log lists them anyway.
     """
-    folders = {os.path.relpath(os.path.dirname(file), root) for file in taken}
+    folders = {os.path.relpath(folder, root) for folder in set(map(os.path.dirname, taken))}
     paths: dict[str, list[str]] = defaultdict(list)
     for folder in sorted(folders):
         paths[os.path.basename(folder)].append(_text(folder))
