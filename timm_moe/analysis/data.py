@@ -31,7 +31,7 @@ from ..model_config import (
     renamed_class,
     stated_names,
 )
-from .images import FolderImages, UnreadableImage, chosen, class_names, image_folder, renumbered
+from .images import FolderImages, UnreadableImage, class_names, image_folder, renumbered
 
 __all__ = [
     "Inference",
@@ -258,9 +258,8 @@ def batches(
     models: Sequence[nn.Module],
     images: ImageDataset,
     inference: Inference,
-    indices: Sequence[int] | None = None,
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Load all images in order, or those with these indices.
+    """Load all images in order.
 
     The batches are (B, C, H, W) for each model, of the device and type of its parameters, and
     labels (B,).
@@ -276,7 +275,7 @@ def batches(
         for model, (device, _) in zip(models, places, strict=True)
     ]
     distinct = [config for index, config in enumerate(configs) if config not in configs[:index]]
-    reader = images.reader if indices is None else chosen(images, indices).reader
+    reader = images.reader
     loaders: list[Any] = [
         create_loader(
             FolderImages(reader.root, reader=reader, input_img_mode=mode),

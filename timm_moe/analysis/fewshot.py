@@ -29,6 +29,7 @@ from .data import (
     open_model,
     require_different,
 )
+from .images import chosen
 from .rows import Rows
 
 _logger = logging.getLogger(__name__)
@@ -195,16 +196,16 @@ def _folder_accuracies(
     used, place = drawn.unique(return_inverse=True)  # the features of an image are computed once
     counts = f"{len(used):,}", f"{len(folder.test):,}"
     _logger.info("%s: features of %s training and %s test images ...", folder.name, *counts)
-    train, label = _features(named, folder.train, inference, used.tolist())
+    train, label = _features(named, chosen(folder.train, used.tolist()), inference)
     test, expected = _features(named, folder.test, inference)
 
     rows = []
     for draw in range(draws):
         _logger.info("%s: regressions of draw %s of %s ...", folder.name, draw + 1, draws)
         for number in shots:
-            chosen = place[draw, :, :number].flatten()
-            features = [x_ND[chosen] for x_ND in train]
-            rows.append(_accuracies(features, label[chosen], test, expected))
+            shown = place[draw, :, :number].flatten()
+            features = [x_ND[shown] for x_ND in train]
+            rows.append(_accuracies(features, label[shown], test, expected))
     return torch.stack(rows).unflatten(0, (draws, len(shots)))
 
 
@@ -272,15 +273,11 @@ def _features(
     named: Sequence[tuple[nn.Module, str]],
     images: ImageDataset,
     inference: Inference,
-    indices: Any = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the features (N, D) of each member of each model, and the labels (N,).
-
-    They are of all images, or of those with these indices.
-    """
+    """Return the features (N, D) of each member of each model, and the labels (N,)."""
     parts: dict[int, Rows] = defaultdict(Rows)
     labels = Rows()
-    for inputs, label in batches([model for model, _ in named], images, inference, indices):
+    for inputs, label in batches([model for model, _ in named], images, inference):
         members = [
             _member_features(*each, x, inference) for each, x in zip(named, inputs, strict=True)
         ]

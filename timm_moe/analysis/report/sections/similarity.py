@@ -17,6 +17,7 @@ from ....convert.expert_layers import moe_layers, whole_experts
 from ....layers import MoeMlp, routing_to
 from ....training.epoch_log import relative_distance_to_mean
 from ...data import Inference, batches, in_eval_mode
+from ...images import chosen
 from .. import charts
 from ..page import Part, Section
 
@@ -57,7 +58,7 @@ def expert_similarity(
     with in_eval_mode([model]), ExitStack() as hooks:
         for path, layer in layers.items():
             hooks.callback(layer.register_forward_pre_hook(partial(keep, path)).remove)
-        for (x,), _ in batches([model], images, inference, some):
+        for (x,), _ in batches([model], chosen(images, some), inference):
             model(x)
         for path, layer in layers.items():
             stacked = whole_experts(layer).values()
