@@ -40,7 +40,13 @@ from .analysis.routes.results import FILES as ROUTES_FILES
 from .analysis.routes.results import class_shares, plot, plot_mixtures, write_routes
 from .analysis.routes.results import table as routes_table
 from .analysis.routes.segmentation import MaskedImages, read_names
-from .analysis.routes.statistics import Routes, collect_patch_routes, collect_routes, summarize_all
+from .analysis.routes.statistics import (
+    Routes,
+    collect_patch_routes,
+    collect_routes,
+    routed_layers,
+    summarize_all,
+)
 from .checkpoints import swin_moe, vmoe
 from .checkpoints.description import SOURCE_PREFIXES
 from .checkpoints.model_spec import ModelSpec
@@ -355,10 +361,7 @@ def _routes(args: argparse.Namespace) -> None:
         _check_outside([args.output_dir], images)
         (model,), images = load_classifiers([args.source], images, **loading)
         if mixing := mixing_layers(model):
-            others = [
-                path for path, layer in moe_layers(model).items() if layer.router.depends_on_input
-            ]
-            if others:
+            if others := routed_layers(model):
                 _logger.warning(
                     f"Of {args.source} the layers {', '.join(mixing)} are shown, whose tokens do "
                     f"not choose by themselves; timm-moe report shows {', '.join(others)} too."

@@ -15,11 +15,10 @@ import torch
 from timm.data import ImageDataset
 from torch import Tensor, nn
 
-from ...convert.expert_layers import moe_layers
 from ..data import Inference, class_names, image_bytes
 from ..evaluation import Figures, predictions, warn_of_bce
 from ..routes.mixtures import Mixture, add_calls, mixing_layers
-from ..routes.statistics import RouterCall, RouterWatcher, Routes, patch_grid
+from ..routes.statistics import RouterCall, RouterWatcher, Routes, patch_grid, routed_layers
 
 #: Images that are shown with their patches.
 SHOWN = 12
@@ -172,11 +171,8 @@ def observe(
     shown, pixels = _evenly_spread(len(images), SHOWN), []
     layers: dict[str, LayerObservation] = {}
     mixtures: dict[str, Mixture] = {}
-    routed = {
-        path: layer for path, layer in moe_layers(model).items() if layer.router.depends_on_input
-    }
     first = 0  # number of the batch's first image
-    with RouterWatcher({**routed, **mixing_layers(model)}) as watcher:
+    with RouterWatcher({**routed_layers(model), **mixing_layers(model)}) as watcher:
         for (x,), log_p_BMC, label_B in predictions([model], [name], images, inference):
             pixels_B = image_bytes(x, model)
             own = [index - first for index in shown if first <= index < first + len(label_B)]

@@ -315,6 +315,14 @@ def _watch(
     prefix: int = 0,
 ) -> RouterWatcher:
     layers = routed_layers(model)
+    if not layers and moe_layers(model):
+        raise ValueError(
+            "No token of this model chooses its experts (random partitions, Expert Choice, Soft "
+            "MoE), so there are no routes of classes: give a model whose tokens choose, such as "
+            "vmoe_b16."
+        )
+    if not layers:
+        raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
     with RouterWatcher(layers, prefix) as watcher:
         for layer in layers.values():
             watcher.enter_context(layer.router.dropping_nothing())
@@ -326,22 +334,9 @@ def _watch(
 
 
 def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
-    """Find the expert layers whose router depends on the images.
-
-    Raises:
-        ValueError: if there are none.
-    """
+    """Find the expert layers whose router depends on the images, by their paths."""
     layers = moe_layers(model)
-    if not layers:
-        raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
-    routed = {name: layer for name, layer in layers.items() if layer.router.depends_on_input}
-    if not routed:
-        raise ValueError(
-            "No token of this model chooses its experts (random partitions, Expert Choice, Soft "
-            "MoE), so there are no routes of classes: give a model whose tokens choose, such as "
-            "vmoe_b16."
-        )
-    return routed
+    return {path: layer for path, layer in layers.items() if layer.router.depends_on_input}
 
 
 def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
