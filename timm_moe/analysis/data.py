@@ -6,7 +6,7 @@ images are loaded.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,19 +304,9 @@ def image_mode(model: nn.Module) -> str:
     Raises:
         ValueError: if no mode has so many channels.
     """
-    return stated_image_mode(model) or mode_of_channels(preprocessing(model))
-
-
-def mode_of_channels(config: Mapping[str, Any]) -> str:
-    """Return the mode of Pillow for the channels of a model's input.
-
-    Args:
-        config: from :func:`timm_moe.model_config.preprocessing`.
-
-    Raises:
-        ValueError: if no mode has so many channels.
-    """
-    channels = config["input_size"][0]
+    if stated := stated_image_mode(model):
+        return stated
+    channels = preprocessing(model)["input_size"][0]
     if channels not in MODES:
         raise ValueError(f"Files of images have 1 to 4 channels, but the model takes {channels}.")
     return MODES[channels]

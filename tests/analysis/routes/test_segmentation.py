@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from timm_moe import moe_layers
-from timm_moe.analysis.data import Inference, image_bytes
+from timm_moe.analysis.data import Inference, image_bytes, image_mode
 from timm_moe.analysis.routes.segmentation import MaskedImages, majority_labels, pair_files
 from timm_moe.analysis.routes.statistics import collect_patch_routes, summarize
 from timm_moe.callbacks import export_moe
@@ -53,7 +53,8 @@ def backbone(name="vimoe_s14", **options):
 
 
 def masked_images(masked, model, classes=NAMES):
-    return MaskedImages(masked / "images", masked / "masks", preprocessing(model), classes, VOID)
+    folders = masked / "images", masked / "masks"
+    return MaskedImages(*folders, preprocessing(model), classes, VOID, image_mode(model))
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.data())

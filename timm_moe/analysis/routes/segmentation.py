@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ...console import describe
-from ..data import Inference, mode_of_channels, reading
+from ..data import Inference, reading
 from ..images import UnreadableImage, read_image
 
 _logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class MaskedImages(Dataset):
         config: from :func:`timm_moe.model_config.preprocessing`.
         classes: names of the classes; by default every number is a class and its name.
         ignore_index: value of pixels without a class.
-        mode: of the images, in Pillow; by default RGB, or L for one channel.
+        mode: of the images, in Pillow.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class MaskedImages(Dataset):
         config: Mapping[str, Any],
         classes: Sequence[str] | None = None,
         ignore_index: int = 255,
-        mode: str | None = None,
+        mode: str = "RGB",
     ):
         self.root = Path(images)
         self.pairs = pair_files(images, masks)
         self.classes, self.ignore_index = classes, ignore_index
-        self.mode = mode or mode_of_channels(config)
+        self.mode = mode
         self.size = tuple(config["input_size"][1:])
         self.transform: Any = create_transform(**{**config, "crop_pct": 1.0, "crop_mode": "squash"})
 
