@@ -166,7 +166,7 @@ class Figures:
 
     def update_ood(self, log_p_BMC: Tensor) -> None:
         """Add log-probabilities (B, M, C) of images of other data."""
-        self.ood_confidence.add(confidence(log_p_BMC))
+        self.ood_confidence.add(metrics.ensemble_log_probabilities(log_p_BMC).amax(1).exp())
 
     def result(self) -> dict[str, float]:
         """Return the numbers, as :func:`evaluate` does."""
@@ -212,11 +212,6 @@ def predictions(
                     "NaN in its weights."
                 )
         yield inputs, torch.cat(parts, 1), labels.cpu()
-
-
-def confidence(log_p_BMC: Tensor) -> Tensor:
-    """Return the largest probability of the ensemble, (B,)."""
-    return metrics.ensemble_log_probabilities(log_p_BMC).amax(1).exp()
 
 
 def table(result: dict[str, float]) -> Iterator[str]:

@@ -15,7 +15,10 @@ from ..layers.ensemble import ensemble_log_probabilities
 
 try:
     from torchmetrics import Metric
-    from torchmetrics.functional.classification import binary_auroc, binary_roc
+    from torchmetrics.functional.classification import (
+        binary_auroc,
+        binary_specificity_at_sensitivity,
+    )
 except ModuleNotFoundError as error:
     # Commands that need more beside it name their own extra.
     raise ModuleNotFoundError(
@@ -234,6 +237,5 @@ def separation(confidence: Tensor, ood_confidence: Tensor) -> dict[str, float]:
     # Rounding may give more than 1, which torchmetrics would take for a logit.
     scores = torch.cat([confidence, ood_confidence]).clamp(max=1)
     is_in = (torch.arange(len(scores)) < len(confidence)).int()
-    false_positives, true_positives, _ = binary_roc(scores, is_in)
-    rate = false_positives[true_positives >= 0.95][0]
-    return {"auroc": binary_auroc(scores, is_in).item(), "fpr_at_95": rate.item()}
+    specificity, _ = binary_specificity_at_sensitivity(scores, is_in, 0.95)
+    return {"auroc": binary_auroc(scores, is_in).item(), "fpr_at_95": 1 - specificity.item()}
