@@ -197,11 +197,3 @@ def test_small_heat_maps_have_numbers_and_large_ones_none():
 
     assert marks(4) == ["rect", "text"]
     assert marks(16) == ["rect"]
-
-
-@pytest.mark.parametrize(("confidence", "drawn"), [([0.96, 0.97], False), ([0.2, 0.97], True)])
-def test_a_histogram_with_all_in_one_bin_is_a_sentence(confidence, drawn):
-    section = classifier_section({"m": seen_as([], confidence, [0, 1])})
-    (part,) = [part for part in section.parts if part.title == "How sure is it?"]
-    assert (part.chart is not None) is drawn
-    assert part.text.startswith("Every confidence lies between 95% and 100%.") is not drawn

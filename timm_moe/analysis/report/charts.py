@@ -101,15 +101,6 @@ def histogram(rows: Rows, series: str, x_title: str, y_title: str) -> alt.Chart:
     )
 
 
-def in_one_bin(rows: Rows, bins: int) -> str:
-    """Return the bounds of a histogram's bin that holds everything; nothing if there are more."""
-    filled = {row["value"] for row in rows if row["share"] > 0}
-    if len(filled) != 1:
-        return ""
-    (middle,) = filled
-    return f"{middle - 0.5 / bins:.0%} and {middle + 0.5 / bins:.0%}"
-
-
 def reliability(rows: Rows) -> Any:
     """Draw accuracy against confidence in bins.
 

@@ -52,7 +52,6 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
         confused += [[name, *row] if several else row for row in _confused(seen)]
     sure.append("Below the dashed line it is surer than it is right.")
     histogram = charts.histogram(confidences, "images", "confidence", "share of the images")
-    alone = charts.in_one_bin(confidences, CONFIDENCE_BINS)
     if any(seen.ood_confidence is not None for seen in observations.values()):
         other = "Images of other data should be to the left."
     else:
@@ -62,9 +61,7 @@ def classifier_section(observations: Mapping[str, Observation]) -> Section:
         Part(
             "Is it as sure as it is right?", " ".join(sure), charts.reliability(reliable).to_dict()
         ),
-        Part("How sure is it?", f"Every confidence lies between {alone}. {other}")
-        if alone
-        else Part("How sure is it?", other, histogram.to_dict()),
+        Part("How sure is it?", other, histogram.to_dict()),
     ]
     if confused:
         head = (["model"] if several else []) + [

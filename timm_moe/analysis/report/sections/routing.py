@@ -155,8 +155,5 @@ def _entropy_part(layers: Sequence[LayerObservation]) -> Part | None:
         "At 0 % the router is certain of one expert. At 100 % it finds all experts equally likely. "
         "This is the entropy of the gates, as a share of the largest that is possible."
     )
-    title = "How sure are the routers?"
-    if alone := charts.in_one_bin(rows, ENTROPY_BINS):
-        return Part(title, f"All rows lie between {alone}. {text}")
     chart = charts.histogram(rows, "layer", "how undecided the router is", "share of the rows")
-    return Part(title, text, chart.to_dict())
+    return Part("How sure are the routers?", text, chart.to_dict())
