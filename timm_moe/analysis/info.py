@@ -135,12 +135,11 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
     """Measure a model on the meta device, with experts or without; the model is changed."""
     layers = list(moe_layers(model).values())
     deployed_as_mean = bool(layers) and all(layer.deploys_dense for layer in layers)
-    networks = {model.get_submodule(path) for path in ffn_paths(model)}
     deployed = to_dense(model) if deployed_as_mean else model
     return ModelInfo(
         name=name,
         moe_layers=list(moe_layers(model)),
-        blocks=sum(module in networks for _, module in model.named_modules(remove_duplicate=False)),
+        blocks=len(ffn_places(model)),
         num_experts=numbers_of_experts(layers),
         experts_of_row=_experts_of_row([layer.router for layer in layers]),
         routing_unit=layers[0].router.routing_unit if layers else "token",
@@ -151,6 +150,13 @@ def measure(model: nn.Module, name: str) -> ModelInfo:
         gflops=2 * evaluation_cost(deployed).macs / 1e9,
         input_size=model_input_size(model),
     )
+
+
+def ffn_places(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List all places of feed-forward networks, in order; of one in several blocks all of them."""
+    networks = {model.get_submodule(path) for path in ffn_paths(model)}
+    modules = model.named_modules(remove_duplicate=False)
+    return [(path, module) for path, module in modules if module in networks]
 
 
 def _experts_of_row(routers: Sequence[Router]) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from ....convert.expert_layers import moe_layers, numbers_of_experts
-from ....convert.find import ffn_paths
 from ....export.history import ExpertsRecord, History
 from ....layers import (
     EnsembleRouter,
@@ -17,7 +16,7 @@ from ....layers import (
     SharedExpertMlp,
     SoftMoeMlp,
 )
-from ...info import ModelInfo
+from ...info import ModelInfo, ffn_places
 from ..page import Part, Section
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.mlp")
@@ -144,16 +143,8 @@ def _own_experts(model: nn.Module) -> str:
 
 
 def _boxes(model: nn.Module) -> list[dict[str, Any]]:
-    """List all places of feed-forward networks, in order.
-
-    A network in several blocks has several places.
-    """
-    networks = {model.get_submodule(path) for path in ffn_paths(model)}
-    found = [
-        (path, module)
-        for path, module in model.named_modules(remove_duplicate=False)
-        if module in networks
-    ]
+    """Return the places of feed-forward networks as page.html draws them."""
+    found = ffn_places(model)
     plain = all(_BLOCK.fullmatch(path) for path, _ in found)
     return [
         {
