@@ -80,6 +80,11 @@ class Experts(StackedParameters):
     Modules without weights, such as activations and dropouts, are submodules that all experts
     share; replacing one changes the experts.
 
+    Two methods turn dense networks into experts and back. :meth:`weights_from_dense` makes the
+    layer's weights of one network: in the constructor, as a dense state dict is loaded, and in
+    :meth:`reset_from_dense`. :meth:`stacked_weights` returns the networks that the experts are or
+    join to. A subclass with further weights extends both.
+
     Args:
         ffn: the dense network to copy. It must act on each row of a (T, D) tensor by itself and
             hold no buffers.
@@ -150,7 +155,9 @@ class Experts(StackedParameters):
         self._stack(
             ffn,
             self,
-            self._initial(dict(ffn.named_parameters(remove_duplicate=False)), expert_init),
+            self.weights_from_dense(
+                dict(ffn.named_parameters(remove_duplicate=False)), expert_init
+            ),
         )
         matrices = [shape for shape in self.stacked_shapes.values() if len(shape) == 3]
         self._widths = tuple({width for shape in matrices for width in shape[1:]})
@@ -182,8 +189,17 @@ class Experts(StackedParameters):
             dropout.p = float(rate)
 
     @torch.no_grad()
-    def _initial(self, dense: Mapping[str, Tensor], init: str) -> dict[str, Tensor]:
-        """Make the first weights of the experts, (E, ...), from a dense network's."""
+    def weights_from_dense(self, dense: Mapping[str, Tensor], init: str) -> dict[str, Tensor]:
+        """Make the layer's weights from those of a dense network.
+
+        Args:
+            dense: weights by their names in the network, or some of them.
+            init: ``expert_init``, see the class.
+
+        Returns:
+            The experts' weights (E, ...), by their names in this layer's state dict. The router's
+            are not among them, since they do not follow from the network.
+        """
         parts = {name: self._units.cut(name, weight.detach()) for name, weight in dense.items()}
         experts = range(self.num_experts)
         stacked = {
@@ -250,8 +266,10 @@ class Experts(StackedParameters):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Experts that began with independent weights all become copies of a dense network.
         init = "drop" if self.expert_init == "drop" else "same"
-        for name, stacked in self._initial(self._dense_in(state_dict, prefix), init).items():
-            state_dict[prefix + name] = stacked
+        dense = self._dense_in(state_dict, prefix)
+        if dense:
+            for name, weight in self.weights_from_dense(dense, init).items():
+                state_dict[prefix + name] = weight
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def named_expert_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -503,11 +521,9 @@ class Experts(StackedParameters):
     @torch.no_grad()
     def reset_from_dense(self, ffn: nn.Module) -> None:
         """Set the experts from a dense network, by the ``expert_init`` that they were made with."""
-        initial = self._initial(
-            dict(ffn.named_parameters(remove_duplicate=False)), self.expert_init
-        )
-        for name, stacked in self.named_expert_parameters():
-            stacked.copy_(initial[name])
+        dense = dict(ffn.named_parameters(remove_duplicate=False))
+        for name, weight in self.weights_from_dense(dense, self.expert_init).items():
+            attrgetter(name)(self).copy_(weight)
 
     def init_weights(self) -> None:
         """Refuse, since only the model knows how a dense network is initialised.

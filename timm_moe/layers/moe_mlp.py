@@ -92,17 +92,17 @@ class MoeMlp(Experts):
                 "not: create the model by the name and the options of its training (model and "
                 "model_kwargs in train.py's args.yaml)."
             )
-        if self._dense_in(state_dict, prefix):
-            self._complete_dense(state_dict, prefix)
+        dense = self._dense_in(state_dict, prefix)
+        if dense:
+            self._add_router(state_dict, prefix, next(iter(dense.values())).device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Add the router's weights to a state dict of a dense network.
+    def _add_router(self, state_dict: dict[str, Any], prefix: str, device: torch.device) -> None:
+        """Add the router's weights to a state dict of a dense network on a device.
 
         They are the present ones, or drawn ones if those are on meta.
         """
         router = self.router
-        device = next(iter(self._dense_in(state_dict, prefix).values())).device
         if device.type != "meta" and self.router_is_on_meta():
             router = _reset(copy.deepcopy(router).to_empty(device=device))
         for name, value in router.state_dict(prefix=f"{prefix}router.").items():
@@ -308,41 +308,42 @@ class SharedExpertMlp(MoeMlp):
 
     def __init__(self, ffn: nn.Module, *args: Any, shared_init: str = "pretrained", **kwargs: Any):
         check_choice("shared_init", shared_init, self.SHARED_INITS)
+        self.shared_init = shared_init  # The constructor makes weights by it.
         super().__init__(ffn, *args, **kwargs)
         self.shared = self._units.narrow_(copy.deepcopy(ffn))
-        self.shared_init = shared_init
-        self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
+        self.shared.load_state_dict(self._shared_from_dense(ffn.state_dict()))
         for path, module in dropouts(self._ffn):
             self.shared.get_submodule(path).p = module.p  # type: ignore[assignment]
 
-    def _initial_shared(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Make the first weights of the shared expert from a dense network's by ``shared_init``."""
-        first = {name: self._units.cut(name, weight)[0].clone() for name, weight in dense.items()}
+    def weights_from_dense(self, dense: Mapping[str, Tensor], init: str) -> dict[str, Tensor]:
+        """Make the layer's weights from those of a dense network.
+
+        They are the routed experts' and, by ``shared_init``, those of the shared expert.
+        """
+        shared = {
+            f"shared.{name}": weight for name, weight in self._shared_from_dense(dense).items()
+        }
+        return super().weights_from_dense(dense, init) | shared
+
+    def _shared_from_dense(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Make the weights of the shared expert, by its names, from a dense network's."""
+        first: dict[str, Any] = {
+            name: self._units.cut(name, weight.detach())[0].clone()
+            for name, weight in dense.items()
+        }
         if self.shared_init == "zero_out":
             last, _ = probe(self._ffn).linear.popitem()
             for name, weight in first.items():
                 if name.startswith(f"{last}."):
                     weight.zero_()
+        for name, weight in first.items():
+            # torch's set_model_state_dict spreads dense weights over processes as the routed
+            # experts; the shared expert may be whole in each.
+            if hasattr(weight, "placements") and not hasattr(
+                self.shared.get_parameter(name), "placements"
+            ):
+                first[name] = weight.full_tensor()
         return first
-
-    def _complete_dense(self, state_dict: dict[str, Any], prefix: str) -> None:
-        super()._complete_dense(state_dict, prefix)
-        own = self.shared.state_dict()
-        value: Any
-        # torch's set_model_state_dict adds the shared expert's present weights to the dense ones.
-        # It spreads the dense ones over processes as the routed experts.
-        for name, value in self._initial_shared(self._dense_in(state_dict, prefix)).items():
-            if hasattr(value, "placements") and not hasattr(own[name], "placements"):  # DTensors
-                value = value.full_tensor()
-            state_dict[f"{prefix}shared.{name}"] = value
-
-    def reset_from_dense(self, ffn: nn.Module) -> None:
-        """Set all experts from a dense network, and reset the router.
-
-        The shared expert is set by ``shared_init``.
-        """
-        super().reset_from_dense(ffn)
-        self.shared.load_state_dict(self._initial_shared(ffn.state_dict()))
 
     def stacked_weights(self) -> dict[str, Tensor]:
         """Return the weights of the routed experts, with the shared expert as the last.
