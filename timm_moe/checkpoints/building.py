@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..console import describe, shortened
 from ..models.registered import weightless
 from ..quick_init import quick_init
-from .description import SOURCE_PREFIXES, Blueprint
+from .description import Blueprint
 from .layouts import require_kinds, without_wrapper
 from .reading import require_intact
 
@@ -26,7 +26,7 @@ class Fit:
 
     blueprint: Blueprint
     weights: dict[str, Tensor]  # by the model's names
-    missing: set[str]  # names of those that the file lacks: of routers, beside a dense network's
+    dense: set[str]  # names of those that are a dense network's, where the model has experts
 
 
 def create(blueprint: Blueprint) -> nn.Module:
@@ -37,21 +37,17 @@ def create(blueprint: Blueprint) -> nn.Module:
     )
 
 
-def fitted(
-    name: str, blueprint: Blueprint, weights: dict[str, Tensor], path: Path, is_strict: bool = False
-) -> Fit:
+def fitted(blueprint: Blueprint, weights: dict[str, Tensor], path: Path) -> Fit:
     """Compare weights with a model that is built without memory for its own.
 
     Args:
-        name: of the model, for messages.
         blueprint: of the model.
         weights: by their names in the file.
         path: of the file, for messages.
-        is_strict: refuse a dense network's weights for the experts.
 
     Returns:
-        What fits. Only routers may be missing: for a dense network's weights ``MoeMlp`` and the
-        hooks of ``convert/hooks.py`` complete the state dict.
+        What fits. Only beside a dense network's weights may those of routers be missing, which
+        ``MoeMlp`` adds.
 
     Raises:
         ValueError: if the model cannot be created, or the weights have other names or shapes than
@@ -61,7 +57,9 @@ def fitted(
         with weightless():
             sketch = create(blueprint)
     except Exception as error:  # arguments may end in anything
-        raise not_created(name, error) from error
+        raise ValueError(
+            f"{blueprint.architecture} cannot be created: {first_problem(error)}"
+        ) from error
 
     expected = sketch.state_dict()
     taken = without_wrapper(weights, expected, path)
@@ -69,16 +67,15 @@ def fitted(
         sketch.load_state_dict({key: tensor.to("meta") for key, tensor in taken.items()})
     except (RuntimeError, ValueError) as error:
         classes = _number_of_classes(sketch, taken)
-        if classes != sketch.num_classes and not is_strict:
+        if classes != sketch.num_classes:
             raise ValueError(
                 f"they are of {classes} classes, not {sketch.num_classes}: state --num-classes "
                 f"{classes}."
             ) from error
         raise ValueError(first_problem(error)) from error
     require_kinds(taken, expected, path)
-    if is_strict:
-        _require_shapes(taken, expected)
-    return Fit(blueprint, taken, expected.keys() - taken.keys())
+    shared = taken.keys() & expected.keys()
+    return Fit(blueprint, taken, {key for key in shared if taken[key].ndim < expected[key].ndim})
 
 
 def _number_of_classes(model: Any, weights: Mapping[str, Tensor]) -> int:
@@ -91,31 +88,17 @@ def _number_of_classes(model: Any, weights: Mapping[str, Tensor]) -> int:
     return len(bias) if bias is not None and bias.ndim == 1 else int(model.num_classes)
 
 
-def _require_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless weights have the shapes of a model's, also those of the experts."""
-    for key in weights.keys() & expected.keys():
-        held, wanted = tuple(weights[key].shape), tuple(expected[key].shape)
-        if held != wanted:
-            raise ValueError(f"the weights hold {key} of shape {held}, the model one of {wanted}.")
-
-
 def loaded(fit: Fit, path: Path) -> nn.Module:
-    """Create a model and load weights that fit it; those that they lack are drawn.
+    """Create a model and load weights that fit it; beside a dense network's, routers are drawn.
 
     The model is not the one that was compared: buffers that no file holds have their values from
     the constructor.
     """
     require_intact(path, fit.weights)
-    with nullcontext() if fit.missing else quick_init():
+    with nullcontext() if fit.dense else quick_init():
         model = create(fit.blueprint)
     model.load_state_dict(fit.weights)
     return model
-
-
-def not_created(name: str, error: Exception) -> ValueError:
-    """Return the error of a model that cannot be made, for the first problem of another error."""
-    from_files = " from its config.json and weights" if name.startswith(SOURCE_PREFIXES) else ""
-    return ValueError(f"{name} cannot be created{from_files}: {first_problem(error)}")
 
 
 def first_problem(error: Exception) -> str:

@@ -60,9 +60,7 @@ def load_file(path: Path, spec: ModelSpec, use_ema: bool) -> nn.Module:
     model = loaded(first, path)
     for other in others:
         _require_one_size(model, first.blueprint, other.blueprint, name, path)
-    weights = first.weights
-    own = dict(model.named_parameters())
-    is_dense = any(own[key].ndim > weights[key].ndim for key in own.keys() & weights)
+    is_dense = bool(first.dense)
     _tell_of_guesses(model, name, train_args, spec, is_dense, path)
     _state_images(model, name, train_args, spec, path, is_of_train_py)
     # Class names may be those of the weights that training started from.
@@ -143,7 +141,7 @@ def _fitting(
     found = []
     for described, blueprint in candidates.items():
         try:
-            found.append(fitted(name, blueprint, weights, path))
+            found.append(fitted(blueprint, weights, path))
         except ValueError as error:
             problems[described] = str(error)
             last = error

@@ -11,7 +11,7 @@ from ..console import shown_name
 from ..files import local_path
 from ..model_config import preprocessing
 from ..models.registered import check_registered
-from .building import fitted, loaded, not_created
+from .building import first_problem, fitted, loaded
 from .description import SOURCE_PREFIXES, Blueprint, read_config
 from .image_settings import DEFAULT, prepare
 from .layouts import weights_in
@@ -37,7 +37,11 @@ def load_folder(name: str, spec: ModelSpec) -> nn.Module:
     try:
         path = _weights_file(name)
         held = weights_in(read_checkpoint(path), path, use_ema=False)
-        fit = fitted(name, blueprint, held, path, is_strict=True)
+        fit = fitted(blueprint, held, path)
+        if fit.dense:
+            raise ValueError(
+                f"{min(fit.dense)} is of a dense model, where its config.json states experts."
+            )
         taken = {id(tensor) for tensor in fit.weights.values()}
         if others := [key for key, tensor in held.items() if id(tensor) not in taken]:
             raise ValueError(
@@ -46,7 +50,7 @@ def load_folder(name: str, spec: ModelSpec) -> nn.Module:
             )
         model = loaded(fit, path)
     except Exception as error:  # a damaged folder may end in anything
-        raise not_created(name, error) from error
+        raise _not_created(name, error) from error
 
     described = blueprint.pretrained_cfg or {}
     origins = {
@@ -124,4 +128,11 @@ def blueprint_of(name: str, spec: ModelSpec) -> Blueprint:
     try:
         return read_config(_file(name, "config.json"), overridden=spec.args())
     except Exception as error:
-        raise not_created(name, error) from error
+        raise _not_created(name, error) from error
+
+
+def _not_created(name: str, error: Exception) -> ValueError:
+    """Return the error of a model that cannot be made, for the first problem of another error."""
+    return ValueError(
+        f"{name} cannot be created from its config.json and weights: {first_problem(error)}"
+    )
