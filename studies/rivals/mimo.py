@@ -202,7 +202,8 @@ def _create_sparse(
         MimoMoeVisionTransformer, name, Variant("", dense, args), pretrained, kwargs
     )
     if isinstance(model, MimoMoeVisionTransformer):
-        model.dense_args = {**(model.dense_args or {}), "ensemble_size": model.ensemble_size}
+        assert model.stock_form is not None
+        model.stock_form.args["ensemble_size"] = model.ensemble_size
     return model
 
 

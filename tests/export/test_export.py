@@ -534,7 +534,7 @@ def test_a_student_is_told_of_without_any_set_up_of_logging(tmp_path):
 
 
 def test_arguments_that_stock_timm_would_need_are_asked_for(ewa_vit, tmp_path):
-    ewa_vit.dense_args = {"num_classes": 5}
+    ewa_vit.stock_form = ewa_vit.stock_form._replace(args={"num_classes": 5})
     del ewa_vit._model_args
     with pytest.raises(ValueError, match=r"Stock timm cannot load .*model_args"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")

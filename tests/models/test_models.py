@@ -321,7 +321,9 @@ OWN_NAMES = [
 def test_the_dense_form_of_every_model_is_one_of_a_registered_name(name):
     """Its export could not be loaded otherwise."""
     model = weightless_model(name, num_classes=10)
-    dense = weightless_model(model.dense_architecture, **{**model.dense_args, "num_classes": 10})
+    dense = weightless_model(
+        model.stock_form.architecture, **{**model.stock_form.args, "num_classes": 10}
+    )
     if name.startswith("vimoe"):  # at 224 pixels, and DINOv2's form is at 518
         dense.set_input_size(224)
     shapes = {key: value.shape for key, value in dense.state_dict().items()}

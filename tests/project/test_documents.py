@@ -199,7 +199,7 @@ AFTER = {
     ),
     "CONTRIBUTING.md: Add a family": (
         "import timm_moe; assert type(timm_moe.to_dense(model)) is Eva\n"
-        "assert model.dense_architecture == 'eva02_small_patch14_224'\n"
+        "assert model.stock_form.architecture == 'eva02_small_patch14_224'\n"
         "assert model.pretrained_cfg['mean'][0] == 0.48145466"
     ),
     "CONTRIBUTING.md: Add an expert": (

@@ -22,6 +22,7 @@ from ..convert.expert_layers import (
 from ..convert.find import ffn_paths
 from ..layers.router import Router
 from ..model_config import model_input_size, preprocessing
+from ..models.mixin import StockForm
 from ..models.registered import check_registered, weightless_model
 
 #: Of a number in float32.
@@ -177,12 +178,13 @@ def _dense_twin(model: nn.Module, name: str, kwargs: dict[str, Any]) -> str | No
     such model.
     """
     architecture = name.partition(".")[0]
-    candidates = (architecture.removesuffix("_ewa_moe"), getattr(model, "dense_architecture", None))
+    form: StockForm | None = getattr(model, "stock_form", None)
+    candidates = (architecture.removesuffix("_ewa_moe"), form and form.architecture)
     twins = [each for each in candidates if each and each != architecture and timm.is_model(each)]
     if not twins:
         return None
     twin: str = twins[0]
-    of_both = {*(getattr(model, "dense_args", None) or ())}
+    of_both = {*(form.args if form else ())}
     options = {option: value for option, value in kwargs.items() if option in of_both}
     try:
         dense = weightless_model(twin, **{"num_classes": model.num_classes, **options})

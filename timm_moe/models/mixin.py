@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
@@ -38,6 +38,18 @@ _NOT_ARCHITECTURE = (
 )
 
 
+class StockForm(NamedTuple):
+    """The model without experts as which weights are exported.
+
+    Attributes:
+        architecture: its registered name.
+        args: further arguments that ``timm.create_model`` needs for it.
+    """
+
+    architecture: str
+    args: dict[str, Any]
+
+
 class MoeMixin:
     """Base of the model classes with expert layers.
 
@@ -49,14 +61,13 @@ class MoeMixin:
         ffn_modules: the feed-forward networks, where this package does not find them: a regular
             expression or a list of names, as ``modules`` of ``convert_to_moe``. All of them become
             experts by default.
-        dense_architecture: registered name of the stock model that the exported weights belong to.
-        dense_args: further arguments that ``timm.create_model`` needs for it.
+        stock_form: the stock model that the exported weights belong to; None if timm's factory did
+            not make the model.
     """
 
     stock_class: ClassVar[type[nn.Module]]
     ffn_modules: ClassVar[str | list[str] | None] = None
-    dense_architecture: str | None = None
-    dense_args: dict[str, Any] | None = None
+    stock_form: StockForm | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         require_installed()
@@ -145,13 +156,8 @@ class MoeMixin:
 
         :func:`timm_moe.to_dense` calls this once the experts are gone.
         """
-        architecture = vars(self).pop("dense_architecture", None)
-        args = vars(self).pop("dense_args", None)
         self.__class__ = self.stock_class
-        if architecture is None:  # The model was not made by timm's factory.
-            return
-        change_pretrained_cfg(self, architecture=architecture)
-        _note_args(self, args or {})
+        state_as_stock(self)
 
 
 def constructor_arguments(known_class: type) -> frozenset[str]:
@@ -194,8 +200,7 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
         kwargs: arguments of the new model, of which the dense form needs some.
     """
     if isinstance(model, MoeMixin):
-        model.dense_architecture = architecture
-        model.dense_args = architecture_args(kwargs)
+        model.stock_form = StockForm(architecture, architecture_args(kwargs))
     elif not any(isinstance(module, MoeMixin) for module in model.modules()):
         layers = moe_layers(model)
         if layers:
@@ -205,16 +210,11 @@ def note_dense_form(model: nn.Module, architecture: str, kwargs: dict[str, Any])
 
 
 def state_as_stock(model: nn.Module) -> None:
-    """Give a dense model timm's name and arguments, if timm has the same model.
-
-    Such a model has them as ``stock_form``. Others are left as they are.
-    """
+    """Give a dense model the name and the arguments of its ``stock_form``, if it has one."""
     form = vars(model).pop("stock_form", None)
-    if form is None:
-        return
-    architecture, args = form
-    change_pretrained_cfg(model, architecture=architecture)
-    _note_args(model, args)
+    if form is not None:
+        change_pretrained_cfg(model, architecture=form.architecture)
+        _note_args(model, form.args)
 
 
 def _note_args(model: Any, args: dict[str, Any]) -> None:

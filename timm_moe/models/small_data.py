@@ -23,7 +23,7 @@ from .locality import (
     ShiftedPooling,
     check_flags,
 )
-from .mixin import moe_class, note_dense_form
+from .mixin import StockForm, moe_class, note_dense_form
 from .tokens_to_token import LocalT2TVisionTransformer
 from .variants import SIZES, register
 from .vision_transformer import NAIVE, MoeVisionTransformer, PreLogitsVisionTransformer
@@ -352,7 +352,7 @@ def _create(
     if name != family.dense:
         note_dense_form(model, dense_form, dense_args)
     if model_class is family.stock_class:
-        model.stock_form = family.stock, family.args  # type: ignore[assignment]
+        model.stock_form = StockForm(family.stock, family.args)  # type: ignore[assignment]
     return model
 
 

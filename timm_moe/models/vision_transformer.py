@@ -68,7 +68,8 @@ class MoeVisionTransformer(MoeMixin, PreLogitsVisionTransformer):
                 "timm's ViT has no such layer: a model with pre_logits=True cannot become one."
             )
         del self.representation
-        (self.dense_args or {}).pop("pre_logits", None)  # which timm's class does not know
+        if self.stock_form is not None:
+            self.stock_form.args.pop("pre_logits", None)  # which timm's class does not know
         super().restore_stock_class()
 
 

@@ -268,10 +268,10 @@ def _create(name: str, variant: Variant, pretrained: bool, kwargs: dict[str, Any
         variant = variant._replace(args={**variant.args, **_OFFICIAL})
     if name.startswith("widenet") and kwargs.get("num_experts") != 0:
         model = create_moe_vit(WideNet, name, variant, pretrained, kwargs)
-        dense_args = getattr(model, "dense_args", None)
-        if dense_args is not None:  # A feature extractor has none.
-            dense_args["official_compat"] = official
-            dense_args.pop("routing_groups", None)
+        if isinstance(model, WideNet):  # It may be a feature extractor.
+            assert model.stock_form is not None
+            model.stock_form.args["official_compat"] = official
+            model.stock_form.args.pop("routing_groups", None)
         return model
     if kwargs.get("num_experts") == 0:
         del kwargs["num_experts"]
