@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -247,12 +246,10 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
 
 @functools.cache
 def _arguments_of_classes(entrypoint: Any) -> frozenset[str]:
-    module = sys.modules[entrypoint.__module__]
-    stock_module = getattr(module, "stock_module", module)
     names: set[str] = set()
-    # A script that runs another one in its own place, as by runpy, is no module any more.
-    place = getattr(entrypoint, "place", getattr(entrypoint, "__globals__", {}))
-    for known in (*vars(module).values(), *vars(stock_module).values(), *place.values()):
+    place: dict[str, Any] = getattr(entrypoint, "place", None) or entrypoint.__globals__
+    stock = vars(place["stock_module"]) if "stock_module" in place else {}  # of models/ewa.py
+    for known in (*place.values(), *stock.values()):
         if not isinstance(known, type) or not (issubclass(known, nn.Module) or is_dataclass(known)):
             continue
         arguments = constructor_arguments(known)
