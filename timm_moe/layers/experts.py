@@ -352,9 +352,9 @@ class Experts(StackedParameters):
         It is a place for new weights. If parts are left over, all experts are taken M times.
 
         Raises:
-            ValueError: if adapters are unmerged.
+            ValueError: if adapters are unmerged, or weights are computed.
         """
-        self._require_merged(self.adapted())
+        self.require_plain("would not take the new weights")
         mean = {}
         for name, stacked in self.expert_weights().items():
             times = self.parts if len(stacked) % self.parts else 1
