@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from common import SMALL_VIT
+from torch.nn.utils import prune
 
 import timm_moe
 
@@ -101,4 +102,11 @@ def test_a_failure_leaves_the_experts_where_they_are():
 def test_a_family_without_init_weights_says_so():
     model = timm.create_model("pit_ti_224_ewa_moe", img_size=64)
     with pytest.raises(AttributeError, match=r"PoolingVisionTransformer has no init_weights\(\)"):
+        model.init_weights()
+
+
+def test_experts_whose_weights_are_computed_are_refused():
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT)
+    prune.random_unstructured(timm_moe.moe_layers(model)["blocks.1.mlp"].fc1, "weight", 0.5)
+    with pytest.raises(ValueError, match="which would not take the new weights: "):
         model.init_weights()

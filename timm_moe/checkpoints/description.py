@@ -7,6 +7,7 @@ states is not restricted.
 """
 
 import functools
+import inspect
 import json
 import math
 import re
@@ -247,7 +248,9 @@ def architecture_arguments(architecture: str) -> frozenset[str]:
 @functools.cache
 def _arguments_of_classes(entrypoint: Any) -> frozenset[str]:
     names: set[str] = set()
-    place: dict[str, Any] = getattr(entrypoint, "place", None) or entrypoint.__globals__
+    place: dict[str, Any] | None = getattr(entrypoint, "place", None)
+    if place is None:
+        place = inspect.unwrap(entrypoint).__globals__
     stock = vars(place["stock_module"]) if "stock_module" in place else {}  # of models/ewa.py
     for known in (*place.values(), *stock.values()):
         if not isinstance(known, type) or not (issubclass(known, nn.Module) or is_dataclass(known)):
