@@ -94,10 +94,10 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     experts: dict[str, Tensor] = dict(layer.named_expert_parameters())
     for name, shape in layer.stacked_shapes.items():
         stacked = experts[name]
-        owner = layer.get_submodule(name.rpartition(".")[0])
-        # FSDP1 may leave no parameter in the module.
-        is_plain = isinstance(stacked, nn.Parameter)
-        is_taken = not is_plain and next(owner.parameters(), None) is None
+        is_taken = False
+        if not isinstance(stacked, nn.Parameter):  # FSDP1 may leave no parameter in the module.
+            owner = layer.get_submodule(name.rpartition(".")[0])
+            is_taken = next(owner.parameters(), None) is None
         if stacked.shape[1:] == shape[1:] and len(stacked) != shape[0]:
             raise ValueError(
                 f"{layer.path} was made with {shape[0]} experts and holds {len(stacked)} now: load "

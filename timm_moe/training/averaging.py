@@ -338,9 +338,10 @@ class ExpertWeightAveraging:
         rates = self._rates(layers, self._progress())
         due: dict[int, tuple[Tensor, Rate]] = {}
         for layer, rate in zip(layers, rates, strict=True):
-            experts: list[Tensor] = [stacked for _, stacked in layer.named_expert_parameters()]
             if isinstance(rate, Tensor) or rate != 0:
                 experts = _averageable(layer)
+            else:
+                experts = [stacked for _, stacked in layer.named_expert_parameters()]
             for stacked in experts:
                 if id(stacked) in held and stacked.requires_grad:
                     due.setdefault(id(stacked), (stacked, rate))
