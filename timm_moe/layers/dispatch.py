@@ -53,11 +53,13 @@ def combine(y_ND: Tensor, routing: AnyRouting) -> Tensor:
     if routing.slots_per_expert is not None and routing.is_dropped is not None:
         is_dropped_M1 = routing.is_dropped.t().reshape(-1, 1)
     y_MD = _to_rows(y_ND, token_N, _slots_by_choice(routing), None, is_dropped_M1)
+    if routing.slots.shape[1] == 1:
+        return y_MD if gates is None else y_MD * gates
     y_KTD = y_MD.unflatten(0, routing.slots.shape[::-1])
     if gates is not None:
         y_KTD = y_KTD * gates.t().contiguous().unsqueeze(2)
     # Without the dtype a GPU's autocast would sum to float32, unlike a dense network's output.
-    return y_KTD.squeeze(0) if y_KTD.shape[0] == 1 else y_KTD.sum(0, dtype=y_KTD.dtype)
+    return y_KTD.sum(0, dtype=y_KTD.dtype)
 
 
 def _sums_in_one_pass(rows: Tensor, routing: Routing) -> bool:
