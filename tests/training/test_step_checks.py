@@ -103,9 +103,11 @@ def test_a_distributed_checkpoint_and_the_count_of_updates(ewa_vit, tmp_path, ca
     assert "nothing averages" not in caplog.text
 
 
+@pytest.mark.parametrize("has_frozen", [False, True])
 @pytest.mark.parametrize("opt", [torch.optim.AdamW, torch.optim.SGD])
-def test_saving_and_loading_an_optimizers_state_changes_nothing(ewa_vit, opt):
+def test_saving_and_loading_an_optimizers_state_changes_nothing(ewa_vit, opt, has_frozen):
     """torch makes a state by a step, and for SGD without momentum at each call."""
+    ewa_vit.patch_embed.requires_grad_(not has_frozen)
 
     def begin(model):
         optimizer = opt(model.parameters(), lr=0.1)
