@@ -357,6 +357,31 @@ def test_the_choices_of_all_processes_count(tmp_path):
     run_ranks(worker, (str(tmp_path),), 2)
 
 
+def worker_of_meshes(rank, folder):
+    """FSDP2 spreads a model over all processes of its mesh, which has two dimensions for HSDP."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    join_group(rank, folder)
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    expected = signs(loads(make_model(), images))
+    for shape in ((2,), (1, 2), (2, 1)):
+        names = ("replicate", "shard")[: len(shape)]
+        model = fully_shard(make_model(), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(images[2 * rank : 2 * rank + 2]).sum().backward()
+        optimizer.step()
+        assert steps(model) == expected, (shape, steps(model), expected)
+    os._exit(0)
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
+)
+def test_the_choices_of_all_processes_of_a_mesh_count(tmp_path):
+    run_ranks(worker_of_meshes, (str(tmp_path),), 2)
+
+
 class OwnRouter(RecordingRouter):
     """A router of a user's, whose reset_parameters knows of its own weights alone."""
 
