@@ -155,6 +155,18 @@ def test_random_partitions_are_of_tokens():
     assert rows == [[5, 10, 14, 18]] * 2
 
 
+def test_in_eval_mode_padding_is_what_the_mean_of_the_experts_makes_of_it():
+    """A model that averages all tokens gives what its dense form gives."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = randomised(timm_moe.convert_to_moe(model, moe_layers="every-1")).eval()
+    x, is_padding = torch.randn(2, 5, 16), torch.arange(5).expand(2, -1) > 2
+    actual, expected = (
+        each(x, src_key_padding_mask=is_padding) for each in (model, timm_moe.to_dense(model))
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 def test_recomputation_sees_the_mask():
     """Two forwards wait for their backward, which repeats each with its own mask."""
     model = encoder(True)
