@@ -435,6 +435,14 @@ def test_another_licence_than_that_of_the_pretrained_weights_is_told(checkpoint,
     assert "mit, as its config.json states.\n\nThe pretrained weights have apache-2.0.\n" in card
 
 
+@pytest.mark.parametrize("share_rate", [0.0, 0.1])
+def test_the_averaging_of_routed_experts_is_cited(share_rate):
+    model = timm.create_model("vit_tiny_moe", **SMALL_VIT, num_experts=2, share_rate=share_rate)
+    for push in (push_moe, push_dense):
+        card = push(model, "user/vit", dry_run=True).card
+        assert ("Experts Weights Averaging" in card) == (share_rate > 0)
+
+
 def test_a_card_without_papers_has_no_heading_for_them(dense_vit):
     assert "## Citation" not in push_dense(dense_vit, "user/vit", dry_run=True).card
 
