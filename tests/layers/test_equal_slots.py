@@ -68,6 +68,19 @@ def test_values_and_gradients_are_those_without_unused_slots(case):
         )
 
 
+@pytest.mark.parametrize("kind", ROUTED)
+def test_what_any_router_drops_adds_nothing(kind):
+    options = {"ensemble_size": 2} if issubclass(kind, EnsembleRouter) else {}
+    router = kind(WIDTH, 4, 2, capacity_factor=0.4, capacity_multiple=1, **options)
+    nn.init.normal_(router.weight)
+    layer = MoeMlp(Mlp(WIDTH, 12), router, "independent").double()
+    x = torch.randn(4, 9, WIDTH).double()
+    expected = layer(x)
+    with equal_slots():
+        assert router(x).is_dropped.any()
+        torch.testing.assert_close(layer(x), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_groups_have_slots_of_their_own():
     router = TopKRouter(WIDTH, 4, capacity_factor=1.0, capacity_multiple=1, group_images=1)
     nn.init.normal_(router.weight)
