@@ -562,6 +562,12 @@ def test_an_optimizer_keeps_its_own_averaging(kind, rate):
     assert fit.callback_metrics["ewa/share_rate"] == pytest.approx(rate)
 
 
+def test_who_averages_may_change_the_accumulation_of_gradients():
+    fit, module = trainer(GradientAccumulationScheduler({1: 2})), Averaged(*EWA)
+    fit.fit(module, loader())
+    assert module.averaging.updates == 9
+
+
 class Backbone(Classifier):
     """With the backbone apart from the head, as ``BackboneFinetuning`` wants it."""
 

@@ -348,6 +348,18 @@ def test_a_second_scheduler_is_a_new_run(ewa_vit, caplog):
     assert ExpertWeightAveraging.of(optimizer) is own
 
 
+def test_a_loops_own_start_takes_the_place_of_that_of_a_scheduler(ewa_vit, caplog):
+    optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=0.1)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=2)
+    averaging = timm_moe.start_averaging(ewa_vit, optimizer, total_updates=10)
+    ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+    optimizer.step()
+    scheduler.step(1)
+    assert ExpertWeightAveraging.of(optimizer) is averaging
+    assert (averaging.updates, averaging.share_rate) == (1, pytest.approx(0.03))
+    assert not caplog.messages
+
+
 def test_a_dense_model_is_left_alone(dense_vit):
     optimizer = create_optimizer_v2(dense_vit, opt="adamw", lr=1e-3)
     _, epochs = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=5, updates_per_epoch=2)

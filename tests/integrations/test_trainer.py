@@ -12,6 +12,7 @@ from averaging_loop import spread
 from common import OPTIONS, SMALL_VIT
 from foreign_loop import Images
 from safetensors.torch import save_file
+from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,6 +63,7 @@ def trainer(
     **options,
 ):
     model_init = options.pop("model_init", None)
+    optimizers = options.pop("optimizers", (None, None))
     defaults = dict(
         max_steps=4,
         per_device_train_batch_size=6,
@@ -83,6 +85,7 @@ def trainer(
         callbacks=callbacks,
         compute_loss_func=compute_loss_func,
         model_init=model_init,
+        optimizers=optimizers,
     )
 
 
@@ -127,6 +130,31 @@ def test_a_second_run_begins_anew(tmp_path):
     run.train()
     assert run.optimizer.param_groups[0]["ewa_updates"] == 2
     assert timm_moe.ExpertWeightAveraging.of(run.optimizer) is None
+
+
+def by_its_class(model, optimizer):
+    return timm_moe.ExpertWeightAveraging(model, optimizer, schedule="linear", total_updates=20)
+
+
+def by_a_loops_start(model, optimizer):
+    return timm_moe.start_averaging(model, optimizer, total_updates=20)
+
+
+def by_timms_scheduler(model, optimizer):
+    create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=10)
+    return timm_moe.ExpertWeightAveraging.of(optimizer)
+
+
+@pytest.mark.parametrize("average", [by_its_class, by_a_loops_start, by_timms_scheduler])
+def test_an_optimizer_keeps_its_own_averaging(average, tmp_path):
+    model = native("ViT", share_rate=FULL, share_schedule="linear")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    averaging = average(model, optimizer)
+    run = trainer(model, tmp_path, optimizers=(optimizer, None))
+    run.train()
+    assert timm_moe.ExpertWeightAveraging.of(optimizer) is averaging
+    assert averaging.updates == run.state.global_step
+    assert averaging.share_rate == pytest.approx(FULL * averaging.updates / 20)
 
 
 class Recorder(transformers.TrainerCallback):

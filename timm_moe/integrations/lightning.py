@@ -10,7 +10,6 @@ import random
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..convert.expert_layers import moe_layers
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import Started, expert_statistics, start_or_resume
+from ..training.loop import expert_statistics, start_or_resume
 from ..training.optimizers import is_distributed
 from ..training.router_losses import add_losses, collecting_losses, drop_losses
 
@@ -68,8 +67,7 @@ class ExpertCallback(Callback):
         self._failed = False
         self._device = torch.device("cpu")
         self._updates_per_epoch_before: int | None = None  # in the run that is resumed
-        # Averagings of trials of a search, as for a learning rate.
-        self._trials: WeakSet[Started] = WeakSet()
+        self._trial = ExitStack()  # what undoes a trial of a search, as for a learning rate
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap hooks of the module.
@@ -82,6 +80,7 @@ class ExpertCallback(Callback):
         self._updates_per_epoch_before = None
         self._device = trainer.strategy.root_device
         self._run.close()
+        self._run.callback(self._trial.close)
         wrappers = {"on_train_start": self._start, "training_step": _with_router_losses}
         for name, function in wrappers.items():
             if self._fitting and hasattr(pl_module, name):
@@ -90,20 +89,20 @@ class ExpertCallback(Callback):
     def _start(self, pl_module: LightningModule, on_train_start: Any) -> None:
         """Start the averaging of a run, or of a search's trial, which may happen within a run."""
         trainer: Any = pl_module.trainer
-        is_trial = self not in trainer.callbacks
+        self._trial.close()  # An earlier one may have failed.
+        end = self._run if self in trainer.callbacks else self._trial
         for optimizer in trainer.optimizers:
-            earlier = ExpertWeightAveraging.of(optimizer)
-            # An averaging of the user, or of the run within which a trial happens, stays.
-            if earlier is None or earlier in self._trials:
-                self._start_averaging(trainer, pl_module, optimizer, is_trial)
+            self._start_averaging(trainer, pl_module, optimizer, end)
         on_train_start()
 
     def _start_averaging(
-        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, is_trial: bool
+        self, trainer: Any, pl_module: LightningModule, optimizer: Optimizer, end: ExitStack
     ) -> None:
-        """Start the averaging of one optimizer until the end of the run."""
+        """Start the averaging of one optimizer, until the end of the run or of the trial."""
         total_updates = math.inf
-        if any(layer.share_rate for layer in moe_layers(pl_module).values()):
+        is_averaged = any(layer.share_rate for layer in moe_layers(pl_module).values())
+        # An averaging of the user, or of the run within which a trial happens, stays.
+        if is_averaged and ExpertWeightAveraging.of(optimizer) is None:
             if any(hasattr(each, "get_accumulate_grad_batches") for each in trainer.callbacks):
                 raise ValueError(
                     "A GradientAccumulationScheduler leaves the number of optimizer steps of the "
@@ -114,9 +113,7 @@ class ExpertCallback(Callback):
         averaging = start_or_resume(pl_module, optimizer, total_updates, trainer.global_step)
         if averaging is None:
             return
-        if is_trial:
-            self._trials.add(averaging)
-        self._run.callback(averaging.remove)
+        end.callback(averaging.remove)
         if pl_module.automatic_optimization:
             self._count_in_new_batches(averaging, trainer)
         else:
@@ -126,7 +123,7 @@ class ExpertCallback(Callback):
                 "in configure_optimizers and tell it total_updates."
             )
 
-    def _count_in_new_batches(self, averaging: Started, trainer: Any) -> None:
+    def _count_in_new_batches(self, averaging: ExpertWeightAveraging, trainer: Any) -> None:
         """Multiply the count of a resumed run as its epochs have more or fewer steps than before.
 
         The batches may be larger or smaller, or the processes others. Where a number of steps ends

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..convert.expert_layers import moe_layers
 from ..convert.hooks import check_loaded_layers
 from ..training.averaging import ExpertWeightAveraging
-from ..training.loop import Started, expert_statistics, start_or_resume
+from ..training.loop import expert_statistics, start_or_resume
 from ..training.router_losses import add_losses, collecting_losses
 
 try:
@@ -42,8 +42,9 @@ class ExpertCallback(TrainerCallback):
     """Training of the expert layers in the model of a Trainer.
 
     The experts are averaged after every optimizer step, at the rate and by the schedule that their
-    layers were created with, over the steps of the run. A resumed run goes on where it was. The
-    loss holds the weighted router losses, however it is computed: by the model, by label smoothing
+    layers were created with, over the steps of the run. A resumed run goes on where it was. An
+    optimizer that has its averaging already, since it was given to Trainer so, keeps it. The loss
+    holds the weighted router losses, however it is computed: by the model, by label smoothing
     or by ``compute_loss_func``, and with gradient accumulation. ``Trainer.log`` holds the
     statistics of each router since the last log.
 
@@ -60,13 +61,25 @@ class ExpertCallback(TrainerCallback):
         ValueError: as :func:`timm_moe.training.start_averaging`, when training begins.
     """
 
+    #: The averaging that this callback started, of a run or of a trial that failed.
+    _averaging: ExpertWeightAveraging | None = None
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start the averaging of the run."""
+        self.end_averaging()
         model = kwargs["model"]
         if moe_layers(model) or not _ensembles(model):
-            start_or_resume(model, kwargs["optimizer"], state.max_steps, state.global_step)
+            self._averaging = start_or_resume(
+                model, kwargs["optimizer"], state.max_steps, state.global_step
+            )
+
+    def end_averaging(self) -> None:
+        """End the averaging that this callback started, if it did."""
+        if self._averaging is not None:
+            self._averaging.remove()
+            self._averaging = None
 
 
 def _ensembles(model: nn.Module) -> list[Any]:
@@ -202,7 +215,9 @@ def _log_statistics(
 ) -> None:
     """Add the experts' statistics to a log of training, which alone holds a loss."""
     if "loss" in logs:
-        logs.update(expert_statistics(trainer.model, _averaging_of(trainer)))
+        optimizer = trainer.optimizer  # None before a run
+        averaging = None if optimizer is None else ExpertWeightAveraging.of(optimizer)
+        logs.update(expert_statistics(trainer.model, averaging))
     log(trainer, logs, *args, **kwargs)
 
 
@@ -212,14 +227,9 @@ def _stop_at_the_end(train: Any, trainer: Trainer, *args: Any, **kwargs: Any) ->
     try:
         return train(trainer, *args, **kwargs)
     finally:
-        averaging = _averaging_of(trainer)
-        if isinstance(averaging, Started):
-            averaging.remove()
-
-
-def _averaging_of(trainer: Trainer) -> ExpertWeightAveraging | None:
-    """Return the averaging of a Trainer's optimizer, which there is from the start of a run."""
-    return None if trainer.optimizer is None else ExpertWeightAveraging.of(trainer.optimizer)
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ExpertCallback):
+                callback.end_averaging()
 
 
 @_wrap("_load_from_checkpoint")

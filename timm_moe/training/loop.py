@@ -30,8 +30,10 @@ _logger = logging.getLogger(__name__)
 
 def start_averaging(
     model: nn.Module, optimizer: Optimizer, total_updates: float, updates: int = 0
-) -> "Started | None":
+) -> ExpertWeightAveraging | None:
     """Start the averaging of a run, as the options of its expert layers say.
+
+    An averaging that the optimizer has already is that of an earlier run, and ends.
 
     Args:
         model: the model to be trained.
@@ -40,8 +42,7 @@ def start_averaging(
         updates: number of the steps done before, in the unit of ``total_updates``. It holds
             whatever count the optimizer's state has now, which may be that of another number of
             processes. A state that is loaded later brings its own count. 0 is the start of a run: a
-            count that the optimizer has from an earlier run is dropped, with a warning, and so is
-            an averaging that this function started for the optimizer before.
+            count that the optimizer has from an earlier run is dropped, with a warning.
 
     Returns:
         The averaging, which follows the optimizer from now on (:meth:`ExpertWeightAveraging.remove`
@@ -84,7 +85,7 @@ def start_averaging(
             "has a length."
         )
     _end_earlier(optimizer, layers, updates)
-    averaging = Started(model, optimizer, total_updates=int(total_updates))
+    averaging = ExpertWeightAveraging(model, optimizer, total_updates=int(total_updates))
     # A state without a count may be loaded into a new optimizer: its first step tells of that.
     if updates or has_stepped(optimizer):
         averaging.seek(updates)
@@ -93,10 +94,10 @@ def start_averaging(
 
 def start_or_resume(
     model: nn.Module, optimizer: Optimizer, total_updates: float, steps: int
-) -> "Started | None":
-    """Start the averaging of a run that a trainer begins, resumes, or begins again.
+) -> ExpertWeightAveraging | None:
+    """Start the averaging of a run that a trainer begins or resumes.
 
-    A run begins again where a trial failed, as in a search for the batch size.
+    An averaging that the optimizer has already is the user's, and stays.
 
     Args:
         model: the model to be trained.
@@ -106,16 +107,18 @@ def start_or_resume(
             exact: it leaves out steps that a GradScaler skipped, and those of other optimizers.
 
     Returns:
-        As :func:`start_averaging`.
+        The averaging that was started, which the trainer ends, or None.
 
     Raises:
         TypeError: as :func:`start_averaging`.
         ValueError: as :func:`start_averaging`.
     """
-    updates = (stated_updates(optimizer) or steps) if steps else 0
-    if not updates and isinstance(ExpertWeightAveraging.of(optimizer), Started):
-        forget_updates(optimizer)  # It is the trial's count, of which nobody need be told.
-    return start_averaging(model, optimizer, total_updates, updates)
+    if ExpertWeightAveraging.of(optimizer) is not None:
+        begin_run(moe_layers(model).values())
+        return None
+    if not steps:
+        forget_updates(optimizer)  # of an earlier run, or of a trial, as the trainer says
+    return start_averaging(model, optimizer, total_updates, stated_updates(optimizer) or steps)
 
 
 def _end_earlier(optimizer: Optimizer, layers: list[MoeMlp], updates: int) -> None:
@@ -125,7 +128,7 @@ def _end_earlier(optimizer: Optimizer, layers: list[MoeMlp], updates: int) -> No
         ValueError: if the optimizer averages experts of other layers, too.
     """
     earlier = ExpertWeightAveraging.of(optimizer)
-    if isinstance(earlier, Started):
+    if earlier is not None:
         others = [layer for layer in earlier.layers() if layer not in layers]
         if layers_of_trained_experts(parameter_ids(optimizer), others):
             raise ValueError(
@@ -141,10 +144,6 @@ def _end_earlier(optimizer: Optimizer, layers: list[MoeMlp], updates: int) -> No
         )
     if not updates:
         forget_updates(optimizer)
-
-
-class Started(ExpertWeightAveraging):
-    """Averaging of a run, which ends where the next run by the same optimizer begins."""
 
 
 def add_router_losses(model: nn.Module, loss: Tensor, scale: float = 1.0) -> Tensor:
