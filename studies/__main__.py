@@ -4,11 +4,9 @@ It runs what is missing, then writes the results and both pages.
 """
 
 import argparse
-import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,16 +66,9 @@ def main() -> None:
         ),
     )
     parser.add_argument(
-        "--minutes",
-        type=float,
-        metavar="N",
-        help="end after the epoch in which N minutes are over; the same command goes on from there",
-    )
-    parser.add_argument(
         "--report", action="store_true", help="run nothing, write the pages of earlier results"
     )
     args = parser.parse_args()
-    args.until = time.time() + 60 * args.minutes if args.minutes else math.inf
     if args.report and (args.names or args.seeds):
         parser.error("--report writes the pages of all results: it takes no study and no --seeds")
     unknown = set(args.names) - set(STUDIES)
@@ -96,8 +87,6 @@ def main() -> None:
         parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit("Interrupted. The same command goes on from here.")
-    if time.time() > args.until:
-        print("The time is over. The same command goes on from here.", file=sys.stderr)
     if failed:
         sys.exit("\n".join(["Not done:", *failed]))
 
@@ -116,7 +105,7 @@ def _run_all(
     for study in studies:
         try:
             size = study.sizes[args.size]
-            place = Place.of(size, args.output, args.data_dir, args.device, args.until)
+            place = Place.of(size, args.output, args.data_dir, args.device)
             runs += _runs(study, place, args)
         except (FileNotFoundError, FileExistsError, ValueError) as error:
             parser.error(f"{study.name}: {error}")

@@ -5,7 +5,6 @@ An addition wraps timm's factory of optimizers or schedulers before the script s
 
 import functools
 import inspect
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,23 +104,6 @@ def _freeze_all_but_fusion(model: nn.Module) -> None:
         fusion.requires_grad_(True)
 
 
-def until(seconds: str) -> None:
-    """End train.py, as by ^C, after the epoch in which a time is over, in seconds since 1970."""
-
-    def watch(scheduler: Any) -> None:
-        step = scheduler.step
-
-        def step_and_look(epoch: int, metric: float | None = None) -> None:
-            step(epoch, metric)
-            # The epoch is saved; a start has no metric.
-            if metric is not None and time.time() > float(seconds):
-                raise KeyboardInterrupt
-
-        scheduler.step = step_and_look
-
-    _around(timm.scheduler, "create_scheduler_v2", after=lambda made, _: watch(made[0]))
-
-
 def on_device(value: str) -> None:
     """Keep the images on the device, and augment them there."""
     device_images.put_images_on_the_device()
@@ -203,7 +185,6 @@ def _around(
 
 CALLBACKS: dict[str, Callable[[str], None]] = {
     "on_device": on_device,
-    "until": until,
     "hold_rate": hold_rate,
     "plain_attention": plain_attention,
     "candidate_routers": candidate_routers,

@@ -54,20 +54,15 @@ class Place:
         root: folder of the runs of the setting, with a folder of images for each key.
         images: identity of the images, by their keys.
         device: ``"cpu"`` or ``"cuda"``.
-        until: seconds since 1970 after which no step begins; a training ends with its epoch, to be
-            resumed.
     """
 
     scripts: Path
     root: Path
     images: dict[str, Part]
     device: str = "cpu"
-    until: float = math.inf
 
     @classmethod
-    def of(
-        cls, size: Size, folder: Path, data: Path, device: str = "cpu", until: float = math.inf
-    ) -> "Place":
+    def of(cls, size: Size, folder: Path, data: Path, device: str = "cpu") -> "Place":
         """Prepare the folder of a size's setting, with links to its images in ``data``.
 
         Raises:
@@ -79,10 +74,7 @@ class Place:
         root = (folder / size.setting).resolve()
         root.mkdir(parents=True, exist_ok=True)
         parts = {name: link(part, data, root / name) for name, part in size.images.items()}
-        return cls(scripts.resolve(), root, parts, device, until)
-
-    def is_over(self) -> bool:
-        return time.time() > self.until
+        return cls(scripts.resolve(), root, parts, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +168,7 @@ class Run:
         return known["figures"] if known.get("stated") == self.statement(arm) else None
 
     def work(self) -> None:
-        """Do the missing steps, as far as there is time.
+        """Do the missing steps.
 
         Raises:
             RunFailed: if a command fails (finished steps are kept), or the folder holds another
@@ -195,7 +187,7 @@ class Run:
             if not self.is_trained():
                 self._train(log)
             for arm in self.arms():
-                if self._figures(arm) is None and not self.place.is_over():
+                if self._figures(arm) is None:
                     self._measure(arm, log)
             fcntl.flock(log, fcntl.LOCK_UN)  # what a command has left running does not hold it
 
@@ -232,8 +224,6 @@ class Run:
         }
         seconds = self._call(self._train_command(used), log)
         epochs = self._saved_epochs()
-        if epochs < self._epochs() and self.place.is_over():
-            return
         if epochs < self._epochs():  # train.py returns 0 if it is interrupted
             raise RunFailed(
                 f"{self.name}: train.py was interrupted after {epochs} of {self._epochs()} epochs."
@@ -257,8 +247,6 @@ class Run:
 
     def _train_command(self, used: dict[str, Path]) -> list[str]:
         callbacks = self.training.callback.split()
-        if self.place.until < math.inf:
-            callbacks.append(f"until={self.place.until}")
         script = ["-m", "studies.script", *callbacks, str(self.place.scripts / "train.py")]
         stated = self.stated()
         options = [

@@ -20,8 +20,6 @@ def work_off(
 
     A run that others need comes first. No two runs work in one folder at a time.
 
-    No run begins when the time of its place is over.
-
     Args:
         runs: runs of one study or several, done or not.
         jobs: number of runs at a time.
@@ -38,7 +36,6 @@ def work_off(
     running: dict[Future[None], Run] = {}
     with ThreadPoolExecutor(jobs) as pool, _nothing_left_running():
         while waiting or running:
-            waiting = [run for run in waiting if not run.place.is_over()]
             ready = _ready(waiting, running.values())[: jobs - len(running)]
             waiting = [run for run in waiting if run not in ready]
             for run in ready:

@@ -130,34 +130,6 @@ def test_a_killed_run_goes_on_from_its_last_epoch(folder):
 
 @pytest.mark.ci
 @needs_scripts
-def test_a_run_whose_time_is_over_ends_with_its_epoch_and_goes_on(folder):
-    study = small_study(Arm("dense", DENSE), Arm("EWA", EWA))
-    dense, ewa = make_runs(study, folder)
-    soon = replace(dense.place, until=time.time() + 1)
-    # It begins, and ends in time.
-    assert work_off([replace(run, place=soon) for run in (dense, ewa)], 1, id) == []
-    assert dense._saved_epochs() == 1
-    assert not dense.is_trained()
-    assert not ewa.folder.exists()
-    assert work_off([replace(dense, place=soon)], 1, id) == []  # none begins
-    assert dense._saved_epochs() == 1
-    replace(dense, place=soon).work()
-    assert dense._saved_epochs() == 2
-    replace(dense, place=soon).work()
-    assert dense.is_trained()
-    assert not dense.is_done()  # its arm is not measured
-    assert work_off([dense, ewa], 1, id) == []
-    assert [run.is_done() for run in (dense, ewa)] == [True, True]
-    assert [run.results()["cost"]["whole"] for run in (dense, ewa)] == [False, True]
-    epochs = [
-        line.partition(",")[0]
-        for line in (dense.folder / "train" / "summary.csv").read_text().splitlines()
-    ]
-    assert [epoch for epoch in epochs if epoch != "epoch"] == ["0", "1", "2"]
-
-
-@pytest.mark.ci
-@needs_scripts
 def test_an_arm_that_fails_is_told_and_the_others_go_on(folder, capfd):
     wrong = Training("wrong", "ewa", ("share_rate=2",))
     after = Training("after", "dense", uses=(Use("start", wrong),))
