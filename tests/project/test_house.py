@@ -37,24 +37,6 @@ VERSION = "version"
 OTHERS = ("timm", "torch", "sys", "transformers", "lightning")
 #: Calls that assign to their first argument, or to all modules.
 INTO = ("setattr", "sys.modules.update", "sys.modules.setdefault")
-#: Attributes of torch and timm that their pages do not name, to be looked at when either is
-#: upgraded.
-PRIVATE = {
-    "_C",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_buffers",
-    "_ff_block",
-    "_foreach_add",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_is_exporting_flag",
-    "_model_args",
-    "_modules",
-    "_orig_mod",
-    "_parameters",
-    "_plot",
-}
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != f"{VERSION}.py")
 
 
@@ -170,20 +152,6 @@ def test_imports_of_timm_and_torch_are_public():
         if re.match(r"(timm|torch)\..*\b_(?!_)", name)
     ]
     assert not private, private
-
-
-def test_the_private_attributes_of_others_are_listed():
-    nodes = [node for file in FILES for node in ast.walk(tree_of(file))]
-    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    own |= {
-        node.attr
-        for node in attributes
-        if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
-    }
-    own |= {"_fields", "_ffn", "_grouped"}  # of a named tuple, and set by object.__setattr__
-    used = {node.attr for node in attributes if re.match(r"_(?!_)", node.attr)}
-    assert used - own == PRIVATE
 
 
 def changes_of_others(tree):

@@ -228,7 +228,7 @@ class ExpertWeightAveraging:
     def of(cls, optimizer: Optimizer) -> "ExpertWeightAveraging | None":
         """Return the averaging of an optimizer, or of one that shares its parameter groups."""
         for averaging in living(ExpertWeightAveraging):
-            owner = averaging._optimizer()
+            owner = averaging._optimizer()  # noqa: SLF001  (of this class)
             if owner is not None and (owner is optimizer or share_groups(owner, optimizer)):
                 return averaging
         return None
