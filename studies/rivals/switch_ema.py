@@ -6,12 +6,9 @@ A moving average of the weights is copied back into the model at intervals.
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from timm_moe.training.optimizers import is_skipped
-from timm_moe.training.weight_average import local_part
-from timm_moe.training.wrapped_optimizers import with_hooks
 
 
 class SwitchEma:
@@ -24,15 +21,14 @@ class SwitchEma:
     at that time.
 
     Args:
-        optimizer: an optimizer of torch or timm; the outer one if it wraps another (Lookahead).
+        optimizer: one of torch's own, such as AdamW; others may keep weights beside the parameters,
+            which would undo a switch.
         decay: decay of the average for each step.
         interval: steps between two switches.
 
     Raises:
-        TypeError: if it is not an optimizer of torch's kind.
-        ValueError: unless 0 <= decay < 1 and interval >= 1, or if the optimizer's steps cannot be
-            followed, or, at the first switch, if it keeps other weights beside the parameters
-            (MADGRAD, schedule-free).
+        TypeError: if it is another optimizer.
+        ValueError: unless 0 <= decay < 1 and interval >= 1.
     """
 
     def __init__(self, optimizer: Optimizer, decay: float, interval: int):
@@ -43,7 +39,11 @@ class SwitchEma:
         self.decay = decay
         self.interval = interval
         self.steps = 0
-        optimizer = with_hooks(optimizer)
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            raise TypeError(
+                f"A {type(optimizer).__name__} may keep weights of its own, which would undo a "
+                "switch: take an optimizer of torch, such as AdamW."
+            )
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
@@ -68,25 +68,5 @@ class SwitchEma:
         self.steps += 1
         for parameter, average in self._averages.items():
             average.lerp_(parameter.to(average.dtype), 1 - self.decay)
-        if self.steps % self.interval == 0:
-            self._switch(optimizer.state_dict()["state"])  # of the optimizer inside Lookahead too
-
-    def _switch(self, states: dict[int, dict[str, Any]]) -> None:
-        for index, (parameter, average) in enumerate(self._averages.items()):
-            for name, other in states.get(index, {}).items():
-                if name in ("x0", "z"):  # MADGRAD, schedule-free optimizers
-                    raise ValueError(
-                        "This optimizer keeps weights of its own, which would undo the switch."
-                    )
-                is_kept = torch.is_tensor(other) and other.shape == parameter.shape
-                if is_kept and (name == "lookahead_slow_buff" or _is_wider(other, parameter)):
-                    other.copy_(average)
-            parameter.copy_(average)
-
-
-def _is_wider(other: Tensor, parameter: Tensor) -> bool:
-    """Tell if a tensor of a parameter's shape is a copy of it in a wider type."""
-    has_wider_type = torch.promote_types(other.dtype, parameter.dtype) != parameter.dtype
-    return has_wider_type and torch.equal(
-        local_part(other).to(parameter.dtype), local_part(parameter)
-    )
+            if self.steps % self.interval == 0:
+                parameter.copy_(average)

@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-from timm.optim.lookahead import Lookahead
 
 from studies.rivals import SwitchEma
 
@@ -24,11 +23,6 @@ def test_switch_ema_is_its_definition():
     switch.remove()
     optimizer.step()
     assert weight.item() == pytest.approx(expected - 1)
-    lookahead = timm.optim.create_optimizer_v2([weight], opt="lookahead_sgd", lr=0.0)
-    followed = SwitchEma(lookahead, decay=0.5, interval=1)
-    lookahead.step()
-    assert followed.steps == 1
-    followed.remove()
     narrow = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([narrow], lr=0.0)
     switch = SwitchEma(optimizer, decay=0.999, interval=10_000)
@@ -36,8 +30,6 @@ def test_switch_ema_is_its_definition():
     for _ in range(2000):
         optimizer.step()
     assert switch._averages[narrow].item() == pytest.approx(1.25 - 0.25 * 0.999**2000, rel=1e-3)
-    with pytest.raises(TypeError, match=r"object .*torch\.optim\.Optimizer"):
-        SwitchEma(object(), decay=0.5, interval=1)
     for wrong in (dict(decay=1.0, interval=1), dict(decay=0.5, interval=0)):
         with pytest.raises(ValueError, match="must"):
             SwitchEma(optimizer, **wrong)
@@ -59,45 +51,10 @@ def test_a_step_that_the_scaler_skips_does_not_count():
     assert weight.item() == pytest.approx(0.25 * 1.0 + 0.25 * 0.0 + 0.5 * -1.0)
 
 
-def test_a_switch_holds_for_the_slow_weights_of_lookahead():
-    weight = torch.nn.Parameter(torch.tensor([3.0]))
-    optimizer = Lookahead(torch.optim.SGD([weight], lr=1.0), alpha=0.5, k=1)
-    SwitchEma(optimizer, decay=0.5, interval=2)
-    # Lookahead's first step keeps the weights, a later one takes half of the way; each second one
-    # ends at the average.
-    for expected in (4.0, 4.0, 4.5, 4.625, 5.125, 5.25):
-        weight.grad = torch.tensor([-1.0])
-        optimizer.step()
-        assert weight.item() == pytest.approx(expected)
-
-
-class WithCopies(torch.optim.SGD):
-    """Keeps a float32 copy of each parameter and its gradient in its state, and steps the copy."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                copied = self.state[p].setdefault("copy", p.float())
-                self.state[p]["momentum"] = p.grad.float()
-                p.copy_(copied.sub_(self.state[p]["momentum"], alpha=group["lr"]))
-
-
-def test_a_switch_holds_for_a_wider_copy():
-    weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
-    optimizer = WithCopies([weight], lr=1.0)
-    SwitchEma(optimizer, decay=0.5, interval=2)
-    # After the second and the fourth step it is the average.
-    for expected in (2.0, 2.25, 3.25, 3.5):
-        weight.grad = torch.tensor([-1.0], dtype=torch.bfloat16)
-        optimizer.step()
-        assert weight.item() == pytest.approx(expected, rel=1e-2), expected
-
-
-def test_an_optimizer_that_would_undo_the_switch_is_refused():
+@pytest.mark.parametrize("name", ["lookahead_sgd", "madgrad", "lamb"])
+def test_an_optimizer_that_may_undo_the_switch_is_refused(name):
     weight = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = timm.optim.create_optimizer_v2([weight], opt="madgrad", lr=0.1)
-    SwitchEma(optimizer, decay=0.5, interval=1)
-    weight.grad = torch.tensor([1.0])
-    with pytest.raises(ValueError, match="weights of its own"):
-        optimizer.step()
+    optimizer = timm.optim.create_optimizer_v2([weight], opt=name, lr=0.1)
+    with pytest.raises(TypeError, match="undo a switch"):
+        SwitchEma(optimizer, decay=0.5, interval=1)
+    SwitchEma(timm.optim.create_optimizer_v2([weight], opt="adamw", lr=0.1), 0.5, 1)
