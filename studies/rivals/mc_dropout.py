@@ -16,19 +16,24 @@ from timm_moe.layers.experts import dropouts
 
 
 def with_samples(model: Any, samples: int) -> Any:
-    """Give a model a method ``forward_members``, which samples it M times.
+    """Give a ViT a method ``forward_members``, which samples it M times.
 
     It maps images (B, channels, H, W) to logits (B, M, C).
 
-    In a ViT images are repeated at the input of the first block that has experts with dropout, so
-    earlier blocks run once; in other models at the model's input.
+    Images are repeated at the input of the first block that has experts with dropout, so earlier
+    blocks run once.
 
     Raises:
-        ValueError: if there are fewer than 2 samples, the model has members of its own, or no
-            experts with dropout.
+        ValueError: if there are fewer than 2 samples, the model is no VisionTransformer, has
+            members of its own, or no experts with dropout.
     """
     if samples < 2:
         raise ValueError(f"mc_dropout must be at least 2 samples, got {samples}.")
+    # In other models what leaves a block may meet what did not pass it.
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(
+            f"MC dropout samples timm's VisionTransformer, not {type(model).__name__}."
+        )
     if hasattr(model, "forward_members"):
         raise ValueError(
             f"This {type(model).__name__} has members of its own, which are not sampled by dropout."
@@ -52,16 +57,13 @@ def _sampled(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, layer in layers for _, module in dropouts(layer) if module.p]
 
 
-def _sample(model: nn.Module, x: Tensor, samples: int) -> Tensor:
-    """Run a model in eval mode M times, but for the dropout of its experts: outputs (B, M, ...)."""
+def _sample(model: Any, x: Tensor, samples: int) -> Tensor:
+    """Run a ViT in eval mode M times, but for the dropout of its experts: outputs (B, M, ...)."""
     found = _sampled(model)
-    # In a ViT blocks alone follow; elsewhere what leaves a block may meet what did not pass it.
-    first_block = ".".join(found[0][0].split(".")[:2])
-    block = model.get_submodule(first_block if isinstance(model, VisionTransformer) else "")
-    blocks = [module for module in model.modules() if type(module) is type(block)]
+    first = int(found[0][0].split(".")[1])  # blocks.<number>.mlp
     sampled = nn.ModuleList([module for _, module in found])
     with ExitStack() as stack:
-        for handle in tile(blocks[blocks.index(block) :], samples):
+        for handle in tile(model.blocks[first:], samples):
             stack.enter_context(handle)
         stack.callback(sampled.eval)
         sampled.train()
