@@ -36,11 +36,9 @@ class Row:
     arm: str
     dense: str = "dense"
 
-    def difference(self, outcome: Outcome) -> Difference:
-        """Compare the two arms by top-1."""
-        found = outcome.difference(self.arm, self.dense, outcome.study.measure.figures[0])
-        assert found is not None, f"{self.arm} and {self.dense} share no seed"
-        return found
+    def difference(self, outcome: Outcome) -> Difference | None:
+        """Compare the two arms by top-1; None if they share no seed."""
+        return outcome.difference(self.arm, self.dense, outcome.study.measure.figures[0])
 
     def paper(self) -> float | None:
         """Return the paper's difference of two arms, of a range its middle; None without both."""
@@ -105,15 +103,20 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw a difference with its 95 % interval a line, and the paper's as a hollow dot."""
     from matplotlib.figure import Figure
 
-    known = {outcome.study.name: outcome for outcome in outcomes if outcome.size_name == "small"}
-    rows = [row for row in ROWS if row.study in known]
+    known = {
+        outcome.study.name: outcome
+        for outcome in outcomes
+        if outcome.size_name == "small" and not outcome.is_primary_pending()
+    }
+    measured = [(row, row.difference(known[row.study])) for row in ROWS if row.study in known]
+    rows = [(row, found) for row, found in measured if found is not None]
     if not rows:
         return
     figure = Figure(figsize=(8.2, 0.6 + 0.27 * len(rows)), layout="constrained")
     axes: Any = figure.subplots()
     axes.axvline(0, color="black", linewidth=0.8)
-    for place, row in enumerate(rows):
-        found, paper = row.difference(known[row.study]), row.paper()
+    for place, (row, found) in enumerate(rows):
+        paper = row.paper()
         color = "C7" if found.low <= 0 <= found.high else ("C2" if found.mean > 0 else "C3")
         width = [[found.mean - found.low], [found.high - found.mean]]
         axes.errorbar(found.mean, place, xerr=width, fmt="o", color=color, capsize=3)
@@ -128,7 +131,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         ("the paper, at its size", dict(color="C0", marker="o", markerfacecolor="white")),
     ):
         axes.plot([], [], linestyle="", label=label, **style)
-    axes.set_yticks(range(len(rows)), [f"{row.method} · {row.setting}" for row in rows])
+    axes.set_yticks(range(len(rows)), [f"{row.method} · {row.setting}" for row, _ in rows])
     axes.set(xlim=SHOWN, xlabel="top-1 minus that of dense training, points, 95 % interval")
     axes.invert_yaxis()
     axes.grid(axis="x", linewidth=0.3)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from timm_moe.analysis.paired import BETTER, WORSE, Difference
 
+from .catalogue import STUDIES
 from .catalogue.adamw import DENSE_STRONG
 from .catalogue.ensembles import PBE, RIVALS
 from .catalogue.recipe import RECIPES, to_dense
@@ -109,13 +110,23 @@ ROWS = (
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
-    """Make the rows of the table; those without results, or before all pairs, are left out."""
+    """Make the rows of the table, but those that lack a comparison, or pairs of a primary one."""
     known = {
         outcome.study.name: outcome
         for outcome in outcomes
         if outcome.size_name == "small" and not outcome.is_primary_pending()
     }
-    return [_cells(row, known) for row in ROWS if all(study in known for study, _ in row.compared)]
+    return [_cells(row, known) for row in ROWS if _is_whole(row, known)]
+
+
+def _is_whole(row: Row, known: dict[str, Outcome]) -> bool:
+    """Tell if each comparison of a row has results."""
+    return all(
+        study in known and known[study].difference(pair.first, pair.second, figure) is not None
+        for study, pairs in row.compared
+        for pair in pairs
+        for figure in [STUDIES[study].measure.figure(pair.figure)]
+    )
 
 
 def _cells(row: Row, known: dict[str, Outcome]) -> dict[str, str]:

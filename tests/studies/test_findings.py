@@ -449,6 +449,18 @@ def test_the_picture_of_all_methods(tmp_path):
     assert Image.open(tmp_path / "methods.png").size[0] > 600
 
 
+@pytest.mark.parametrize("name", ["twenty", "routers"])
+def test_what_is_not_finished_is_in_no_picture_and_no_table(name, tmp_path):
+    """A primary comparison without all its pairs, and arms that share no seed."""
+    outcome = stored(name)
+    for number, arm in enumerate(outcome.results["arms"].values()):
+        kept = list(arm["figures"].items())
+        arm["figures"] = dict(kept[:6] if name == "twenty" else [kept[number % 2]])
+    overview.draw([outcome], tmp_path / "methods.png")
+    assert name == "routers" or not (tmp_path / "methods.png").exists()
+    assert summary.summary([outcome]) == []
+
+
 def test_the_ema_of_dense_training_under_weak_recipes_is_past_its_best():
     """A finding of the study recipe says so in words; the EMA's curves are in its results."""
     size = STUDIES["recipe"].sizes["small"]
