@@ -1,4 +1,4 @@
-"""Trains, deploys and measures, one process and one thread for each run.
+"""Trains, deploys and measures, in one process and one thread for each run.
 
 A run is a training for one seed with all arms that come from it. Its folder records its state:
 
@@ -9,8 +9,7 @@ A run is a training for one seed with all arms that come from it. Its folder rec
         trained.json     cost, once train.py has ended
         <arm>/           the deployed model
         <arm>.json       its figures
-        log.txt output of all commands; locked while one of them works, also if what started it was
-        killed
+        log.txt          output of all commands; one that works locks it
 """
 
 import fcntl
