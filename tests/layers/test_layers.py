@@ -311,6 +311,21 @@ def test_a_dense_checkpoint_in_a_model_on_meta_leaves_routers_that_are_drawn(loa
             assert torch.equal(model.state_dict()[name], tensor), (options, name)
 
 
+def test_a_router_on_meta_that_blocks_share_is_drawn():
+    """``to_empty`` comes to the layer once for each block."""
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+        for block in model.blocks[1:]:
+            block.mlp = model.blocks[0].mlp
+        timm_moe.convert_to_moe(model, moe_layers="every-1", router="top_k")
+    (layer,) = timm_moe.moe_layers(model).values()
+    junk = [torch.full(layer.router.weight.shape, 3.0) for _ in range(99)]
+    del junk  # which new memory may hold
+    model.to_empty(device="cpu")
+    assert layer.router.weight.std().item() == pytest.approx(0.02, rel=0.5)
+    assert pickle.loads(pickle.dumps(copy.deepcopy(layer))).router.weight.std() > 0
+
+
 class Undrawn(Router):
     def __init__(self):
         super().__init__(4)

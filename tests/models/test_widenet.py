@@ -15,15 +15,19 @@ from common import loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from timm.layers import set_scriptable
+from timm.layers import Attention, set_scriptable
 from timm.models import save_for_hf
+from timm.models.vision_transformer import Block
 from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 import timm_moe
 from timm_moe.analysis.norms import norm_divergence
-from timm_moe.layers import TopKRouter
+from timm_moe.layers import MoeMlp, TopKRouter
 from timm_moe.layers.losses import balance_loss
 from timm_moe_cli import main
 
@@ -195,6 +199,14 @@ def test_groups_with_padding_equal_blocks_with_padding(images):
         widenet(routing_groups=2, group_images=1)(images[:2], attn_mask=mask)
 
 
+def test_groups_with_padding_take_wrapped_layers(images):
+    model = widenet(noise_std=0.0, routing_groups=2)
+    mask = (torch.arange(16) < torch.tensor([[16], [9]]))[:, None, None]
+    expected = model(images[:2], attn_mask=mask)
+    apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, MoeMlp))
+    torch.testing.assert_close(model(images[:2], attn_mask=mask), expected)
+
+
 def test_as_many_groups_as_blocks_are_no_groups(images):
     plain, grouped = widenet(num_experts=4).eval(), widenet(routing_groups=4).eval()
     assert len(plain.state_dict()) == len(grouped.state_dict())
@@ -286,6 +298,7 @@ def test_shared_norms(images):
         {"shared_norm": True},
         {"num_experts": 0},
         {"official_compat": True},
+        {"balance": "bias"},
     ],
 )
 def test_saved_and_copied(tmp_path, images, options):
@@ -305,16 +318,22 @@ def test_saved_and_copied(tmp_path, images, options):
         torch.testing.assert_close(duplicate(images), expected, rtol=0, atol=0)
 
 
-def test_weight_average_moves_every_tensor_once():
-    model = widenet()
+@pytest.mark.parametrize("wrapped", [(), Block, Attention, MoeMlp])
+def test_weight_average_moves_every_tensor_once(wrapped):
+    model, plain = widenet(balance="bias"), widenet(balance="bias")
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, wrapped))
     ema = ModelEmaV3(model, decay=0.5)
     before = copy.deepcopy(model.state_dict())
+    assert list(before) == list(plain.state_dict())
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(1)
     ema.update(model)
     for name, value in ema.module.state_dict().items():
         torch.testing.assert_close(value, before[name] + 0.5)
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(before)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
 def test_layer_decay_counts_what_is_shared_to_the_last_block():

@@ -4,7 +4,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +59,7 @@ class MoeMlp(Experts):
     replaced: tuple["weakref.ref[nn.Parameter]", ...] = ()
     padding: Tensor | None = None
     _padding_by_input: Any = None  # of calls whose inputs are alive
+    _from_meta_by: Any = None  # weak reference to the function that moved the router from meta
 
     def __init__(
         self,
@@ -78,7 +79,8 @@ class MoeMlp(Experts):
 
     # Weak references cannot be pickled.
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "replaced": (), "padding": None, "_padding_by_input": None}
+        lost = {"replaced": (), "padding": None, "_padding_by_input": None, "_from_meta_by": None}
+        return {**self.__dict__, **lost}
 
     # A deep copy or an unpickled layer is another one, which is registered too.
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,11 +112,13 @@ class MoeMlp(Experts):
             if name not in state_dict or state_dict[name].is_meta:
                 state_dict[name] = value
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "MoeMlp":
-        was_on_meta = self.router_is_on_meta()
-        super()._apply(*args, **kwargs)
-        if was_on_meta:
-            # to_empty writes no values, and a dense checkpoint has none for a router.
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoeMlp":
+        if self.router_is_on_meta():
+            self._from_meta_by = weakref.ref(fn)
+        super()._apply(fn, recurse)
+        if self._from_meta_by is not None and self._from_meta_by() is fn:
+            # to_empty writes no values, and a dense checkpoint has none for a router. Blocks may
+            # share the layer, and then to_empty comes once for each of them.
             self.draw_router()
         return self
 

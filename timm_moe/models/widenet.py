@@ -1,5 +1,6 @@
 """WideNet (arXiv 2107.11817): blocks with own norms share one attention and one expert layer."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,13 +45,13 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
         for block in self.blocks[1:]:
             for part in self.shared_parts:
                 setattr(block, part, getattr(self.blocks[0], part))
+            block.register_state_dict_post_hook(partial(_leave_out, parts=self.shared_parts))
+            block.register_load_state_dict_pre_hook(partial(_keep, parts=self.shared_parts))
         self.zero_class_token = zero_class_token
         if zero_class_token:
             zero = torch.zeros_like(self.cls_token)  # type: ignore[arg-type]
             del self.cls_token
             self.register_buffer("cls_token", zero)
-        self.register_state_dict_post_hook(_drop_repeated)
-        self.register_load_state_dict_pre_hook(_repeat)
 
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
         """Initialise as timm does, but keep a constant class token zero."""
@@ -92,32 +93,31 @@ def _block_of_own_norms(**kwargs: Any) -> Block:
     return Block(**kwargs)
 
 
-def _first_names(module: nn.Module) -> dict[str, str]:
-    """Map each further name of a shared parameter to its first."""
-    first: dict[int, str] = {}
-    every = module.named_parameters(remove_duplicate=False)
-    names = {name: first.setdefault(id(parameter), name) for name, parameter in every}
-    return {name: earlier for name, earlier in names.items() if name != earlier}
-
-
-def _drop_repeated(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+def _leave_out(
+    block: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, parts: tuple[str, ...]
 ) -> None:
-    """Leave each shared tensor in the state dict once; a state-dict post-hook."""
-    for name in _first_names(module):
-        state_dict.pop(prefix + name, None)
+    """Leave parts of a block out of the state dict; a state-dict post-hook."""
+    for name in _names(state_dict, prefix, parts):
+        del state_dict[name]
 
 
-def _repeat(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-    """Give each shared tensor all of its names again; a load-state-dict pre-hook."""
-    for name, first in _first_names(module).items():
-        if prefix + name in state_dict:
-            raise RuntimeError(  # as torch's load_state_dict
-                f"The checkpoint has weights of its own in {prefix}{name}, which this model shares "
-                f"with {first}."
-            )
-        if prefix + first in state_dict:
-            state_dict[prefix + name] = state_dict[prefix + first]
+def _keep(
+    block: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, parts: tuple[str, ...]
+) -> None:
+    """Keep parts of a block, which the first block has loaded; a load-state-dict pre-hook."""
+    for name in _names(state_dict, prefix, parts):
+        raise RuntimeError(  # as torch's load_state_dict
+            f"The checkpoint has weights of its own in {name}, which this model shares with "
+            "blocks.0."
+        )
+    for part in parts:
+        state_dict |= block.get_submodule(part).state_dict(prefix=f"{prefix}{part}.")
+
+
+def _names(state_dict: dict[str, Any], prefix: str, parts: tuple[str, ...]) -> list[str]:
+    """Return the names in a state dict of the tensors in parts of a block."""
+    beginnings = tuple(f"{prefix}{part}." for part in parts)
+    return [name for name in state_dict if name.startswith(beginnings)]
 
 
 class RoutingGroup(nn.Sequential):
@@ -135,20 +135,18 @@ class RoutingGroup(nn.Sequential):
         """
         if isinstance(x, Proxy):
             return kept_whole(self, x)
-        first: Any = self[0]
-        # No block is called as a whole, so its hook does not note the padding.
-        note_padding(first, (), attention, masks={"attn_mask": 1})
-        layer = first.mlp
-        padding = layer.padding_of(x)
+        layer: Any = self[0].mlp
         routing = None
         block: Any
         for block in self:
             x = x + block.drop_path1(block.ls1(block.attn(block.norm1(x), **attention)))
             z = block.norm2(x)
+            # No block is called as a whole, so its hook does not note the padding.
+            note_padding(block, (), attention, masks={"attn_mask": 1})
             if routing is None:
+                padding = layer.padding_of(z)
                 routing = layer.router(z if padding is None else z[~padding])
-            layer.padding = padding
-            x = x + block.drop_path2(block.ls2(layer(z, routing=routing)))
+            x = x + block.drop_path2(block.ls2(block.mlp(z, routing=routing)))
         return x
 
 
@@ -198,15 +196,6 @@ class WideNet(MoeMixin, SharedVisionTransformer):
         self._set_blocks(
             [RoutingGroup(*blocks[first : first + size]) for first in range(0, len(blocks), size)]
         )
-
-    def _apply(self, *args: Any, **kwargs: Any) -> "WideNet":
-        from_meta = [layer for layer in moe_layers(self).values() if layer.router_is_on_meta()]
-        super()._apply(*args, **kwargs)
-        for layer in from_meta:
-            # to_empty came to the shared layer once for each block, and so emptied the router that
-            # the layer had drawn.
-            layer.draw_router()
-        return self
 
     def _set_blocks(self, blocks: list[nn.Module]) -> None:
         """Put other modules in the place of the blocks."""
