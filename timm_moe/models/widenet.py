@@ -105,9 +105,10 @@ def _keep(
     block: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, parts: tuple[str, ...]
 ) -> None:
     """Keep parts of a block, which the first block has loaded; a load-state-dict pre-hook."""
-    for name in _names(state_dict, prefix, parts):
+    own = _names(state_dict, prefix, parts)
+    if own:
         raise RuntimeError(  # as torch's load_state_dict
-            f"The checkpoint has weights of its own in {name}, which this model shares with "
+            f"The checkpoint has weights of its own in {own[0]}, which this model shares with "
             "blocks.0."
         )
     for part in parts:
