@@ -461,3 +461,29 @@ def test_a_layer_whose_experts_are_no_copies_is_refused(layer):
     with pytest.raises(ValueError, match=r"router='own' .*another network than blocks\.1\.mlp"):
         timm_moe.convert_to_moe(model, router=spec)
     assert timm_moe.moe_layers(model) == {}
+
+
+class Scaled(MoeMlp):
+    """Has a weight of its own, which begins at one whatever the dense network."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def weights_from_dense(self, dense, init):
+        return super().weights_from_dense(dense, init) | {"scale": torch.ones(1)}
+
+    def stacked_weights(self):
+        weights = super().stacked_weights()
+        return weights | {name: weights[name] * self.scale for name in ("fc2.weight", "fc2.bias")}
+
+
+def test_a_layer_with_a_weight_of_its_own_comes_from_a_dense_network_and_goes_back(dense_vit):
+    spec = timm_moe.RouterSpec("scaled", Modulo, layer=Scaled, layer_options={})
+    model = timm_moe.convert_to_moe(copy.deepcopy(dense_vit), router=spec)
+    (*_, layer) = timm_moe.moe_layers(model).values()
+    nn.init.constant_(layer.scale, 2)
+    bias = timm_moe.to_dense(copy.deepcopy(model)).get_submodule(layer.path).fc2.bias
+    torch.testing.assert_close(bias, layer.fc2.bias[0] * 2)
+    model.load_state_dict(dense_vit.state_dict())
+    assert layer.scale.item() == 1
