@@ -316,9 +316,10 @@ def test_averaging_moves_the_mean_of_no_optimizer(opt):
     )
 
 
-def test_what_madgrad_pulls_to_is_averaged_by_the_eps_of_the_optimizer(ewa_vit):
+def test_what_madgrad_pulls_to_is_averaged_by_the_eps_of_its_group(ewa_vit):
     layers = layers_alone(ewa_vit)
-    optimizer = create_optimizer_v2(layers, opt="madgrad", lr=1e-2, weight_decay=0.0, eps=0.1)
+    groups = [{"params": ewa_vit.head.parameters(), "eps": 1.0}, {"params": layers.parameters()}]
+    optimizer = create_optimizer_v2(groups, opt="madgrad", lr=1e-2, weight_decay=0.0, eps=0.1)
     ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=2)
     for parameter in layers.parameters():
         parameter.grad = torch.randn_like(parameter)
