@@ -426,3 +426,15 @@ def test_the_mask_of_a_call_that_failed_is_not_the_next_ones(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             layer(x)
     torch.testing.assert_close(layer(x), expected)
+
+
+def test_the_mask_of_a_block_that_failed_is_not_the_next_ones():
+    """It failed before it called its experts, as in its attention."""
+    options = {**OPTIONS, "capacity_factor": "none"}
+    model = timm_moe.convert_to_moe(Named(), **options, modules=["net"]).train()
+    x = torch.randn(2, 6, 8)
+    failure = model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x, key_padding_mask=~IS_TOKEN)
+    failure.remove()
+    assert not (model(x) == x).all(-1).any()
