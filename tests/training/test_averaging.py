@@ -444,9 +444,10 @@ def test_a_run_that_begins_at_each_epoch_is_told_of(ewa_vit, caplog):
     """Its schedule begins at each epoch, too."""
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
     for epoch in range(2):
-        timm_moe.start_averaging(ewa_vit, optimizer, total_updates=4)
+        averaging = timm_moe.start_averaging(ewa_vit, optimizer, total_updates=4)
         assert ("Call start_averaging once" in caplog.text) == (epoch > 0)
         train_step(ewa_vit, optimizer, epoch)
+        assert averaging.updates == 1
 
 
 @pytest.mark.parametrize("updates", [0, 6])
