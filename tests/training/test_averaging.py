@@ -399,6 +399,22 @@ def test_a_state_that_was_taken_keeps_its_count(ewa_vit):
     assert averaging.share_rate == pytest.approx(0.75 / 4)
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_count_of_a_loaded_state_goes_on(ewa_vit, capturable):
+    """Where a step can be captured, the count is another tensor than the loaded one."""
+    optimizer = in_groups(ewa_vit)
+    optimizer.param_groups[0]["capturable"] = capturable
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "linear", total_updates=10)
+    train_step(ewa_vit, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    for step in range(1, 4):
+        train_step(ewa_vit, optimizer, step)
+        assert averaging.updates == step + 1
+    assert averaging.share_rate == pytest.approx(0.3)
+    assert [int(group[UPDATES]) for group in optimizer.param_groups] == [4] * 4
+
+
 @pytest.mark.parametrize("loaded_first", [False, True])
 def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
     """It is also one in which the first group alone counts, as earlier versions wrote.
