@@ -415,16 +415,17 @@ def test_the_count_of_a_loaded_state_goes_on(ewa_vit, capturable):
     assert [int(group[UPDATES]) for group in optimizer.param_groups] == [4] * 4
 
 
+@pytest.mark.parametrize("counting", [0, -1])
 @pytest.mark.parametrize("loaded_first", [False, True])
-def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first):
-    """It is also one in which the first group alone counts, as earlier versions wrote.
+def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first, counting):
+    """It is also one in which a single group counts, as earlier versions wrote.
 
     It may be one in the middle of a run.
     """
     optimizer = in_groups(ewa_vit)
     train_step(ewa_vit, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0][UPDATES] = 2
+    state["param_groups"][counting][UPDATES] = 2
     if loaded_first:
         optimizer.load_state_dict(state)
     averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=10)
