@@ -375,6 +375,21 @@ def test_a_subclass_of_top_k_adds_a_loss_of_its_own():
         WithOwnLoss(8, 4, loss_weights={"other": 1.0})
 
 
+class WithProducts(WithOwnLoss):
+    def extra_losses(self, logits_GSE, gate_GSE):
+        return {"square": (logits_GSE.mT @ logits_GSE).square().mean((1, 2))}
+
+
+def test_a_loss_of_its_own_is_computed_in_float32_under_autocast():
+    router = WithProducts(8, 4, loss_weights={"square": 1.0})
+    x = torch.randn(2, 5, 8)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            router(x)
+    plain, under_autocast = router.records
+    torch.testing.assert_close(under_autocast.losses["square"], plain.losses["square"])
+
+
 def test_a_loss_without_a_weight_is_named():
     router = RecordingRouter(4, {"a": 1.0})
     with pytest.raises(ValueError, match="'b' has no weight"):
