@@ -167,6 +167,16 @@ def test_in_eval_mode_padding_is_what_the_mean_of_the_experts_makes_of_it():
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("options", [{}, dict(group_images=1)])
+def test_without_capacities_rows_of_padding_are_as_all_others_in_eval_mode(options):
+    """A mean over all tokens has them too, as in the dense model."""
+    model = encoder(True, eval_capacity_factor="none", **options).eval()
+    (layer, *_) = timm_moe.moe_layers(model).values()
+    x = torch.randn(2, 5, 16)
+    layer.padding = torch.arange(5).expand(2, -1) > 2
+    torch.testing.assert_close(layer(x), layer(x))
+
+
 def test_recomputation_sees_the_mask():
     """Two forwards wait for their backward, which repeats each with its own mask."""
     model = encoder(True)
