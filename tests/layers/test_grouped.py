@@ -371,6 +371,13 @@ def hooked():
     return ffn
 
 
+class Unit(nn.Module):
+    """Makes NaN of zeros, such as a norm makes of rows after the last run."""
+
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
 NETWORKS = {
     "Mlp": lambda: Mlp(8, 12),
     "Mlp with a norm": lambda: Mlp(8, 12, norm_layer=nn.LayerNorm),
@@ -380,6 +387,7 @@ NETWORKS = {
     "torchvision": lambda: torchvision.ops.MLP(8, [12, 8], norm_layer=nn.LayerNorm),
     "another width": lambda: Mlp(8, 12, 6),
     "zeros become others": lambda: nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), nn.Sigmoid()),
+    "zeros become NaN": lambda: nn.Sequential(nn.LayerNorm(8), Unit(), nn.Linear(8, 8), Unit()),
     "by another name": lambda: Named(8, 12),
     "by another constructor": lambda: Narrow(8),
     "declared": Declared,
