@@ -46,6 +46,14 @@ class MixesNoiseInTraining(Own):
         return y + torch.randn_like(y) * y.mean() if self.training else y
 
 
+class NormsImages(Own):
+    """Mixes the rows of an image, and those without an image not."""
+
+    def forward(self, x):
+        y = self.plain(x)
+        return nn.functional.layer_norm(y, y.shape[1:])
+
+
 class Noise(Own):
     def forward(self, x):
         y = self.plain(x)
@@ -136,6 +144,7 @@ REFUSED = {
     MixesInTraining: r"blocks\.0\.mlp, a MixesInTraining, .*mixes rows.*training mode",
     MixesDetachedInTraining: "mixes rows.*training mode",
     MixesNoiseInTraining: "mixes rows.*training mode",
+    NormsImages: "mixes rows.*how many there are of each image",
     BoundMethod: "BoundMethod, .*weights in its submodules",
 }
 
