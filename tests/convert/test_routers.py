@@ -502,3 +502,14 @@ def test_a_layer_with_a_weight_of_its_own_comes_from_a_dense_network_and_goes_ba
     torch.testing.assert_close(bias, layer.fc2.bias[0] * 2)
     model.load_state_dict(dense_vit.state_dict())
     assert layer.scale.item() == 1
+
+
+class Tenth(MoeMlp):
+    share_rate = 0.1
+
+
+def test_a_schedule_leaves_the_share_rate_of_a_layers_class(dense_vit):
+    spec = timm_moe.RouterSpec("own", TopKRouter, layer=Tenth, layer_options={})
+    timm_moe.convert_to_moe(dense_vit, router=spec, share_schedule="early")
+    layers = timm_moe.moe_layers(dense_vit).values()
+    assert {(layer.share_rate, layer.share_schedule) for layer in layers} == {(0.1, "early")}
