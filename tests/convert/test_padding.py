@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+from common import SMALL_VIT
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -281,6 +282,16 @@ def test_images_that_are_counted_whole_cannot_have_padding():
     ):
         padded_by(3, True)(encoder(True, group_images=1).train())
     padded_by(0, True)(encoder(True, group_images=1).train())
+
+
+def test_an_image_that_is_routed_as_a_whole_takes_its_padding_along():
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    options = dict(router="top_k", routing_unit="image", num_experts=4)
+    (layer, *_) = timm_moe.moe_layers(timm_moe.convert_to_moe(model, **options)).values()
+    x = torch.randn(3, 5, SMALL_VIT["embed_dim"])
+    expected = layer(x)
+    layer.padding = torch.arange(5).expand(3, -1) > 2
+    torch.testing.assert_close(layer(x), expected)
 
 
 def test_a_mask_that_cannot_be_read_is_told():
