@@ -341,6 +341,16 @@ def test_results_are_those_of_a_split_and_its_labels(checkpoint, tmp_path):
         assert f"{measured}{told}" in card()[1]
 
 
+def test_results_of_another_run_in_the_folder_are_left_out(checkpoint, tmp_path):
+    """Its epoch has the number of the checkpoint's, and another accuracy."""
+    shutil.copy(checkpoint, tmp_path / "last.pth.tar")
+    table = (checkpoint.parent / "summary.csv").read_text()
+    for accuracy, is_told in (("51.25", True), ("51.5", False)):
+        (tmp_path / "summary.csv").write_text(table.replace("51.25", accuracy))
+        card = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+        assert ("| top-1 accuracy (%) |" in card) == is_told
+
+
 def test_what_the_publisher_states_is_not_train_pys(checkpoint, tmp_path):
     """Neither an option of it, nor images that it trained on in the place of those it measured."""
     content = torch.load(checkpoint, weights_only=False)
@@ -360,6 +370,7 @@ def test_what_the_publisher_states_is_not_train_pys(checkpoint, tmp_path):
     assert dataset == {"name": "user/flowers", "type": "user/flowers"}  # whose splits are others
     content["args"].dataset = "hfds/uoft-cs/cifar100"
     torch.save(content, tmp_path / "last.pth.tar")
+    assert "on user/flowers." in card(dataset="user/flowers")[0]  # of another split than train.py's
     assert card(metrics={"top1": 40.0})[1] == {"name": "not stated", "type": "imagefolder"}
 
 
