@@ -351,6 +351,14 @@ def test_results_of_another_run_in_the_folder_are_left_out(checkpoint, tmp_path)
         assert ("| top-1 accuracy (%) |" in card) == is_told
 
 
+def test_a_result_that_is_no_number_is_left_out(checkpoint, tmp_path):
+    shutil.copy(checkpoint, tmp_path / "last.pth.tar")
+    (tmp_path / "summary.csv").write_text("epoch,eval_loss,eval_top1\n1,nan,51.25\n")
+    card = push_dense(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+    assert "| top-1 accuracy (%) | 51.25 |" in card
+    assert "| loss |" not in card
+
+
 def test_what_the_publisher_states_is_not_train_pys(checkpoint, tmp_path):
     """Neither an option of it, nor images that it trained on in the place of those it measured."""
     content = torch.load(checkpoint, weights_only=False)
