@@ -172,6 +172,7 @@ def test_options_of_a_model_of_transformers(transformers, tmp_path):
     assert not export.exact
     loaded = type(model).from_pretrained(tmp_path / "vit")
     assert loaded.config.id2label == {0: "x", 1: "y", 2: "z"}
+    assert loaded.config.label2id == {"x": 0, "y": 1, "z": 2}
     assert model.config.id2label[0] == "apple"
     assert (
         load_file(tmp_path / "vit/model.safetensors")["classifier.weight"].dtype == torch.bfloat16
