@@ -201,7 +201,7 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
         if earlier.started:
             forget_updates(optimizer)
     # The run begins at update 0, unless the optimizer's state holds a count.
-    averaging = _RunAveraging(optimizer, num_epochs, updates_per_epoch)
+    averaging = _RunAveraging(layers, optimizer, num_epochs, updates_per_epoch)
     if not averaging.updates and has_stepped(optimizer):
         averaging.seek(0)
 
@@ -209,17 +209,28 @@ def _attach_averaging(optimizer: Optimizer, num_epochs: int, updates_per_epoch: 
 class _RunAveraging(ExpertWeightAveraging):
     """Averaging of a run of timm's scheduler.
 
-    No model is known, so that all living expert layers with a share rate stand for it. Frozen
-    experts may be those of another model, as a teacher, so the optimizer's state has no count
-    before it trains some.
+    It averages all experts with a share rate that the optimizer trains. ``layers`` are those that
+    it trains now, or frozen ones; others may be added. Frozen experts may be those of another
+    model, as a teacher, so the optimizer's state has no count before it trains some.
     """
 
-    def __init__(self, optimizer: Optimizer, num_epochs: int, updates_per_epoch: int):
-        layers = nn.ModuleList(layer for layer in living(MoeMlp) if layer.share_rate)
-        super().__init__(layers, optimizer, total_updates=num_epochs * updates_per_epoch)
+    def __init__(
+        self,
+        layers: Iterable[MoeMlp],
+        optimizer: Optimizer,
+        num_epochs: int,
+        updates_per_epoch: int,
+    ):
+        super().__init__(
+            nn.ModuleList(layers), optimizer, total_updates=num_epochs * updates_per_epoch
+        )
         self.updates_per_epoch = updates_per_epoch
         self._updates_before = self.updates  # at the end of the last epoch
         self._has_begun = False  # the scheduler has followed a step
+
+    def layers(self) -> list[MoeMlp]:
+        """Return all living expert layers with a share rate."""
+        return [layer for layer in living(MoeMlp) if layer.share_rate]
 
     def _validate(self, model: nn.Module, optimizer: Optimizer, layers: list[MoeMlp]) -> None:
         if layers:
