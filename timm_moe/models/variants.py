@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from timm.models import (
+    build_model_with_cfg,
     generate_default_cfgs,
     get_arch_pretrained_cfgs,
     model_entrypoint,
     register_model,
 )
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
 from ..integrations.timm import build_instead
@@ -140,18 +142,15 @@ def create_vit(
     pretrained: bool,
     kwargs: dict[str, Any],
 ) -> nn.Module:
-    """Build a variant by the entrypoint of a ViT of timm; ``kwargs`` are the caller's.
-
-    The variant states all sizes itself.
-    """
-    model, _ = build_instead(
-        model_entrypoint("vit_base_patch16_224"),
-        lambda stock_class: model_class,
+    """Build a variant as timm builds its Vision Transformers; ``kwargs`` are the caller's."""
+    return build_model_with_cfg(
+        model_class,
         name,
-        pretrained=pretrained,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter"),
         **{**variant.own_size, **variant.args, **kwargs},
     )
-    return model
 
 
 def create_like_stock(
