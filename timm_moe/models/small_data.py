@@ -3,16 +3,17 @@
 Sizes follow "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from timm.models import model_entrypoint
+from timm.models import build_model_with_cfg, pit, swin_transformer
+from timm.models import vision_transformer as vit
 from timm.models.pit import PoolingVisionTransformer
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from ..integrations.timm import build_instead
 from .ewa import expert_class
 from .locality import (
     LocalityAttention,
@@ -202,25 +203,29 @@ class Family(NamedTuple):
     Attributes:
         description: one line about the model.
         dense: registered name of the dense model.
-        stock: the model of timm whose entrypoint builds it. As this it is exported if there is
-            neither SPT nor LSA.
-        stock_class: class of that model; None if timm has none of this kind.
+        stock: the model of timm as which it is exported if there is neither SPT nor LSA; None if
+            timm has none.
+        stock_class: class of that model.
         args: arguments that make the stock class, or the dense class, this model.
         dense_class: class of the dense model with SPT or LSA.
         moe_class: class with experts, of the stock model.
         local_moe_class: class with experts, of the dense model with SPT or LSA.
         cfg: its pretrained config.
+        filter_fn: timm's function that fits a checkpoint to the model.
+        feature_cfg: what timm needs to extract features.
     """
 
     description: str
     dense: str
-    stock: str
+    stock: str | None
     stock_class: type[nn.Module] | None
     args: dict[str, Any]
     dense_class: type[nn.Module]
     moe_class: type[nn.Module]
     local_moe_class: type[nn.Module]
     cfg: dict[str, Any]
+    filter_fn: Callable[..., Any]
+    feature_cfg: dict[str, Any]
 
 
 _VIT = Family(
@@ -233,6 +238,8 @@ _VIT = Family(
     moe_class=MoeVisionTransformer,
     local_moe_class=MoeLocalVisionTransformer,
     cfg=_CIFAR100,
+    filter_fn=vit.checkpoint_filter_fn,
+    feature_cfg=dict(feature_cls="getter", out_indices=3),
 )
 _PIT = Family(
     description="PiT-XS/2 at 32 px.",
@@ -252,6 +259,8 @@ _PIT = Family(
     moe_class=expert_class(PoolingVisionTransformer),
     local_moe_class=MoeLocalPoolingVisionTransformer,
     cfg={**_CIFAR100, "first_conv": "patch_embed.conv"},
+    filter_fn=pit.checkpoint_filter_fn,
+    feature_cfg=dict(feature_cls="hook", out_indices=(0, 1, 2)),
 )
 _SWIN = Family(
     description="Swin-T/2 of three stages at 32 px.",
@@ -271,11 +280,13 @@ _SWIN = Family(
     moe_class=expert_class(SwinTransformer),
     local_moe_class=MoeLocalSwinTransformer,
     cfg={**_CIFAR100, "classifier": "head.fc", "pool_size": (4, 4)},
+    filter_fn=swin_transformer.checkpoint_filter_fn,
+    feature_cfg=dict(flatten_sequential=True, out_indices=(0, 1, 2)),
 )
 _T2T = Family(
     description="T2T-ViT of 12 blocks at 32 px.",
     dense="t2t_i2_32",
-    stock="vit_tiny_patch16_224",
+    stock=None,
     stock_class=None,
     args=dict(
         img_size=32,
@@ -290,6 +301,8 @@ _T2T = Family(
     moe_class=MoeLocalT2TVisionTransformer,
     local_moe_class=MoeLocalT2TVisionTransformer,
     cfg={**_CIFAR100, "first_conv": None},
+    filter_fn=vit.checkpoint_filter_fn,
+    feature_cfg=dict(feature_cls="getter", out_indices=3),
 )
 
 
@@ -298,7 +311,7 @@ def _moe_form(
 ) -> tuple[type[nn.Module], str, dict[str, Any]]:
     """Return the class with experts, and the name and the arguments of its dense form."""
     flags = {flag: kwargs.pop(flag, False) for flag in ("shifted_patches", "locality_attention")}
-    if family.stock_class is None or any(flag is not False for flag in flags.values()):
+    if family.stock is None or any(flag is not False for flag in flags.values()):
         return family.local_moe_class, family.dense, {**kwargs, **flags}
     return family.moe_class, family.stock, {**family.args, **kwargs}
 
@@ -322,14 +335,18 @@ def _create(
         model_class, dense_form, dense_args = _moe_form(family, kwargs)
 
     args = {**family.args, **moe_args, **dense_args}
+    feature_cfg = dict(family.feature_cfg)
+    if "out_indices" in args:
+        feature_cfg["out_indices"] = args.pop("out_indices")
     if args.get("shifted_patches"):  # The first layer is no convolution.
         overlay = args.get("pretrained_cfg_overlay") or {}
         args["pretrained_cfg_overlay"] = {**overlay, "first_conv": None}
-    model, _ = build_instead(
-        model_entrypoint(family.stock),
-        lambda stock_class: model_class,
+    model = build_model_with_cfg(
+        model_class,
         name,
-        pretrained=pretrained,
+        pretrained,
+        pretrained_filter_fn=family.filter_fn,
+        feature_cfg=feature_cfg,
         **args,
     )
     if name != family.dense:
