@@ -516,3 +516,19 @@ def test_info_tells_the_divergence_of_a_checkpoints_norms(tmp_path, capsys):
 def test_norms_that_cannot_be_compared(name, options, message):
     with pytest.raises(ValueError, match=message):
         norm_divergence(timm.create_model(name, **options))
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_a_block_that_shares_no_more_keeps_its_weights(has_experts):
+    """As in a fine-tuning of the last block alone, or of all blocks but the first."""
+    models = [widenet() if has_experts else widenet(num_experts=0) for _ in range(2)]
+    for model in models:
+        model.blocks[-1].attn = copy.deepcopy(model.blocks[-1].attn)
+        nn.init.normal_(model.blocks[-1].attn.qkv.weight)
+        model.blocks = model.blocks[1:]
+    state = models[0].state_dict()
+    assert sum(value.numel() for value in state.values()) == sum(
+        parameter.numel() for parameter in models[0].parameters()
+    )
+    models[1].load_state_dict(state)
+    torch.testing.assert_close(models[1].state_dict(), state, rtol=0, atol=0)

@@ -1,6 +1,5 @@
 """WideNet (arXiv 2107.11817): blocks with own norms share one attention and one expert layer."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ from .variants import SIZES, Variant, register_variants
 from .vision_transformer import PreLogitsVisionTransformer, create_moe_vit
 
 __all__ = ["SharedVisionTransformer", "WideNet"]  # timm adds the entrypoints
+
+#: Part of names that torch's wrapper for activation checkpointing keeps out of state dicts.
+CHECKPOINTED = "_checkpoint_wrapped_module."
 
 
 class SharedVisionTransformer(PreLogitsVisionTransformer):
@@ -45,13 +47,13 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
         for block in self.blocks[1:]:
             for part in self.shared_parts:
                 setattr(block, part, getattr(self.blocks[0], part))
-            block.register_state_dict_post_hook(partial(_leave_out, parts=self.shared_parts))
-            block.register_load_state_dict_pre_hook(partial(_keep, parts=self.shared_parts))
         self.zero_class_token = zero_class_token
         if zero_class_token:
             zero = torch.zeros_like(self.cls_token)  # type: ignore[arg-type]
             del self.cls_token
             self.register_buffer("cls_token", zero)
+        self.register_state_dict_post_hook(_drop_repeated)
+        self.register_load_state_dict_pre_hook(_repeat)
 
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
         """Initialise as timm does, but keep a constant class token zero."""
@@ -93,32 +95,39 @@ def _block_of_own_norms(**kwargs: Any) -> Block:
     return Block(**kwargs)
 
 
-def _leave_out(
-    block: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, parts: tuple[str, ...]
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Map each further name of a shared parameter or buffer in the state dict to its first."""
+    first: dict[int, str] = {}
+    every = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    names = {
+        name: first.setdefault(id(tensor), name)
+        for long_name, tensor in every
+        for name in [long_name.replace(CHECKPOINTED, "")]
+    }
+    return {name: earlier for name, earlier in names.items() if name != earlier}
+
+
+def _drop_repeated(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Leave parts of a block out of the state dict; a state-dict post-hook."""
-    for name in _names(state_dict, prefix, parts):
-        del state_dict[name]
+    """Leave each shared tensor in the state dict once; a state-dict post-hook."""
+    for name in _first_names(module):
+        state_dict.pop(prefix + name, None)
 
 
-def _keep(
-    block: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, parts: tuple[str, ...]
-) -> None:
-    """Keep parts of a block, which the first block has loaded; a load-state-dict pre-hook."""
-    own = _names(state_dict, prefix, parts)
-    if own:
-        raise RuntimeError(  # as torch's load_state_dict
-            f"The checkpoint has weights of its own in {own[0]}, which this model shares with "
-            "blocks.0."
-        )
-    for part in parts:
-        state_dict |= block.get_submodule(part).state_dict(prefix=f"{prefix}{part}.")
-
-
-def _names(state_dict: dict[str, Any], prefix: str, parts: tuple[str, ...]) -> list[str]:
-    """Return the names in a state dict of the tensors in parts of a block."""
-    beginnings = tuple(f"{prefix}{part}." for part in parts)
-    return [name for name in state_dict if name.startswith(beginnings)]
+def _repeat(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """Give each shared tensor all of its names again; a load-state-dict pre-hook."""
+    for name, first in _first_names(module).items():
+        if prefix + name in state_dict:
+            raise RuntimeError(  # as torch's load_state_dict
+                f"The checkpoint has weights of its own in {prefix}{name}, which this model shares "
+                f"with {first}."
+            )
+        if prefix + first in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + first]
 
 
 class RoutingGroup(nn.Sequential):
