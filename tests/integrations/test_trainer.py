@@ -4,6 +4,7 @@ Models are native ones of transformers, and timm's in their wrapper.
 """
 
 import copy
+import pickle
 
 import pytest
 import timm
@@ -130,6 +131,30 @@ def test_a_second_run_begins_anew(tmp_path):
     run.train()
     assert run.optimizer.param_groups[0]["ewa_updates"] == 2
     assert timm_moe.ExpertWeightAveraging.of(run.optimizer) is None
+
+
+class TrainsAnother(transformers.TrainerCallback):
+    """Trains a model within the run of another one, by the same callback."""
+
+    def __init__(self, experts, folder):
+        self.experts, self.folder = experts, folder
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            pickle.dumps(self.experts)  # as a search that spreads its trials does
+            model = native("ViT", share_rate=FULL, share_schedule="linear")
+            inner = trainer(model, self.folder, [self.experts])
+            inner.train()
+            assert inner.optimizer.param_groups[0]["ewa_updates"] == 4
+
+
+def test_one_callback_trains_within_the_run_of_another_model(tmp_path):
+    experts = ExpertCallback()
+    model = native("ViT", share_rate=FULL, share_schedule="linear")
+    run = trainer(model, tmp_path / "outer", [experts, TrainsAnother(experts, tmp_path / "inner")])
+    run.train()
+    assert run.optimizer.param_groups[0]["ewa_updates"] == 4
+    assert spread(model) < 1e-6
 
 
 def by_its_class(model, optimizer):

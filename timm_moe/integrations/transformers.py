@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..convert.expert_layers import moe_layers
 from ..convert.hooks import check_loaded_layers
@@ -61,25 +62,31 @@ class ExpertCallback(TrainerCallback):
         ValueError: as :func:`timm_moe.training.start_averaging`, when training begins.
     """
 
-    #: The averaging that this callback started, of a run or of a trial that failed.
-    _averaging: ExpertWeightAveraging | None = None
+    #: The averagings that this callback started and that have not ended: of several runs where one
+    #: trains within another.
+    _averagings: tuple[ExpertWeightAveraging, ...] = ()
+
+    # Runs are not copied, and their averagings have weak references, which cannot be pickled.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_averagings": ()}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start the averaging of the run."""
-        self.end_averaging()
-        model = kwargs["model"]
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self.end_averaging(optimizer)  # that of a trial that failed
         if moe_layers(model) or not _ensembles(model):
-            self._averaging = start_or_resume(
-                model, kwargs["optimizer"], state.max_steps, state.global_step
-            )
+            averaging = start_or_resume(model, optimizer, state.max_steps, state.global_step)
+            if averaging is not None:
+                self._averagings = (*self._averagings, averaging)
 
-    def end_averaging(self) -> None:
-        """End the averaging that this callback started, if it did."""
-        if self._averaging is not None:
-            self._averaging.remove()
-            self._averaging = None
+    def end_averaging(self, optimizer: Optimizer) -> None:
+        """End the averaging that this callback started for an optimizer, if it did."""
+        averaging = ExpertWeightAveraging.of(optimizer)
+        if averaging in self._averagings:
+            self._averagings = tuple(each for each in self._averagings if each is not averaging)
+            averaging.remove()
 
 
 def _ensembles(model: nn.Module) -> list[Any]:
@@ -227,9 +234,10 @@ def _stop_at_the_end(train: Any, trainer: Trainer, *args: Any, **kwargs: Any) ->
     try:
         return train(trainer, *args, **kwargs)
     finally:
-        for callback in trainer.callback_handler.callbacks:
+        callbacks = () if trainer.optimizer is None else trainer.callback_handler.callbacks
+        for callback in callbacks:
             if isinstance(callback, ExpertCallback):
-                callback.end_averaging()
+                callback.end_averaging(trainer.optimizer)
 
 
 @_wrap("_load_from_checkpoint")
