@@ -234,10 +234,10 @@ def _stop_at_the_end(train: Any, trainer: Trainer, *args: Any, **kwargs: Any) ->
     try:
         return train(trainer, *args, **kwargs)
     finally:
-        callbacks = () if trainer.optimizer is None else trainer.callback_handler.callbacks
-        for callback in callbacks:
-            if isinstance(callback, ExpertCallback):
-                callback.end_averaging(trainer.optimizer)
+        optimizer = trainer.optimizer  # None if a run failed before it had one
+        for callback in trainer.callback_handler.callbacks:
+            if optimizer is not None and isinstance(callback, ExpertCallback):
+                callback.end_averaging(optimizer)
 
 
 @_wrap("_load_from_checkpoint")

@@ -351,8 +351,8 @@ def _create(
     )
     if name != family.dense:
         note_dense_form(model, dense_form, dense_args)
-    if model_class is family.stock_class:
-        model.stock_form = StockForm(family.stock, family.args)  # type: ignore[assignment]
+    if family.stock is not None and model_class is family.stock_class:
+        model.stock_form = StockForm(family.stock, dict(family.args))  # type: ignore[assignment]
     return model
 
 
