@@ -98,16 +98,17 @@ def _block_of_own_norms(**kwargs: Any) -> Block:
 def _first_names(module: nn.Module) -> dict[str, str]:
     """Map each further name of a shared parameter or buffer in the state dict to its first."""
     first: dict[int, str] = {}
+    further: dict[str, str] = {}
     every = (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     )
-    names = {
-        name: first.setdefault(id(tensor), name)
-        for long_name, tensor in every
-        for name in [long_name.replace(CHECKPOINTED, "")]
-    }
-    return {name: earlier for name, earlier in names.items() if name != earlier}
+    for long_name, tensor in every:
+        name = long_name.replace(CHECKPOINTED, "")
+        earlier = first.setdefault(id(tensor), name)
+        if earlier != name:
+            further[name] = earlier
+    return further
 
 
 def _drop_repeated(
