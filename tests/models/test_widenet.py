@@ -520,7 +520,7 @@ def test_norms_that_cannot_be_compared(name, options, message):
 
 @pytest.mark.parametrize("has_experts", [True, False])
 def test_a_block_that_shares_no_more_keeps_its_weights(has_experts):
-    """As in a fine-tuning of the last block alone, or of all blocks but the first."""
+    """A fine-tuning may copy the last block, or leave out the first."""
     models = [widenet() if has_experts else widenet(num_experts=0) for _ in range(2)]
     for model in models:
         model.blocks[-1].attn = copy.deepcopy(model.blocks[-1].attn)

@@ -401,7 +401,7 @@ def test_a_state_that_was_taken_keeps_its_count(ewa_vit):
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_the_count_of_a_loaded_state_goes_on(ewa_vit, capturable):
-    """Where a step can be captured, the count is another tensor than the loaded one."""
+    """The count is another tensor than the loaded one where a step can be captured."""
     optimizer = in_groups(ewa_vit)
     optimizer.param_groups[0]["capturable"] = capturable
     averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "linear", total_updates=10)
