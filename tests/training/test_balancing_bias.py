@@ -30,6 +30,10 @@ from timm_moe.layers import (
     routing_to,
 )
 
+needs_processes = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
+)
+
 
 def make_model(**options):
     torch.manual_seed(0)
@@ -333,26 +337,20 @@ def worker_in_pairs(rank, folder):
     os._exit(0)
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
-)
+@needs_processes
 @pytest.mark.ci
 def test_an_optimizer_that_is_spread_over_processes(tmp_path):
     run_ranks(worker_of_zero, (str(tmp_path),), 3)
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
-)
+@needs_processes
 @pytest.mark.parametrize("work", [worker_alone, worker_in_pairs])
 @pytest.mark.first_case
 def test_only_processes_that_train_a_layer_as_one_share_its_choices(tmp_path, work):
     run_ranks(work, (str(tmp_path),), 3)
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
-)
+@needs_processes
 def test_the_choices_of_all_processes_count(tmp_path):
     run_ranks(worker, (str(tmp_path),), 2)
 
@@ -375,9 +373,7 @@ def worker_of_meshes(rank, folder):
     os._exit(0)
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this torch is built without torch.distributed"
-)
+@needs_processes
 def test_the_choices_of_all_processes_of_a_mesh_count(tmp_path):
     run_ranks(worker_of_meshes, (str(tmp_path),), 2)
 
