@@ -1,7 +1,7 @@
 """A study with its results: figures by seed, comparisons of arms, and costs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -140,6 +140,15 @@ class Outcome:
             for arm in (first, second)
         )
         return paired(one, other)
+
+
+def published(outcomes: Iterable[Outcome]) -> dict[str, Outcome]:
+    """Map studies to their small outcomes, but those whose primary comparison lacks pairs."""
+    return {
+        outcome.study.name: outcome
+        for outcome in outcomes
+        if outcome.size_name == "small" and not outcome.is_primary_pending()
+    }
 
 
 def by_seed(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:

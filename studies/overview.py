@@ -12,7 +12,7 @@ from timm_moe.analysis.paired import Difference
 from .catalogue import STUDIES
 from .catalogue.ensembles import PBE
 from .catalogue.students import LONG
-from .outcome import Outcome
+from .outcome import Outcome, published
 
 #: Points that are shown; what lies beyond is written at the edge.
 SHOWN = (-4.2, 2.8)
@@ -103,11 +103,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw a difference with its 95 % interval a line, and the paper's as a hollow dot."""
     from matplotlib.figure import Figure
 
-    known = {
-        outcome.study.name: outcome
-        for outcome in outcomes
-        if outcome.size_name == "small" and not outcome.is_primary_pending()
-    }
+    known = published(outcomes)
     measured = [(row, row.difference(known[row.study])) for row in ROWS if row.study in known]
     rows = [(row, found) for row, found in measured if found is not None]
     if not rows:

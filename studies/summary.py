@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from timm_moe.analysis.paired import BETTER, WORSE, Difference
 
-from .catalogue import STUDIES
 from .catalogue.adamw import DENSE_STRONG
 from .catalogue.ensembles import PBE, RIVALS
 from .catalogue.recipe import RECIPES, to_dense
@@ -13,7 +12,7 @@ from .catalogue.routers import BELOW, EQUAL
 from .catalogue.students import DISTILLED, LONG
 from .catalogue.vimoe import IN_BLOCKS
 from .measure import Figure
-from .outcome import Outcome, by_seed, holm
+from .outcome import Outcome, by_seed, holm, published
 from .study import Compared, compare
 
 
@@ -111,22 +110,23 @@ ROWS = (
 
 def summary(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
     """Make the rows of the table, but those that lack a comparison, or pairs of a primary one."""
-    known = {
-        outcome.study.name: outcome
-        for outcome in outcomes
-        if outcome.size_name == "small" and not outcome.is_primary_pending()
-    }
+    known = published(outcomes)
     return [_cells(row, known) for row in ROWS if _is_whole(row, known)]
 
 
 def _is_whole(row: Row, known: dict[str, Outcome]) -> bool:
     """Tell if each comparison of a row has results."""
     return all(
-        study in known and known[study].difference(pair.first, pair.second, figure) is not None
+        study in known and _is_compared(known[study], pair)
         for study, pairs in row.compared
         for pair in pairs
-        for figure in [STUDIES[study].measure.figure(pair.figure)]
     )
+
+
+def _is_compared(outcome: Outcome, pair: Compared) -> bool:
+    """Tell if the two arms of a comparison share a seed."""
+    figure = outcome.study.measure.figure(pair.figure)
+    return outcome.difference(pair.first, pair.second, figure) is not None
 
 
 def _cells(row: Row, known: dict[str, Outcome]) -> dict[str, str]:
