@@ -438,6 +438,7 @@ def test_a_checkpoint_with_own_weights_is_refused():
         (dict(routing_groups=0), r"routing_groups .*4 blocks, .* 0\."),
         (dict(official_compat="yes"), "official_compat .*True or False, .*'yes'"),
         (dict(shared_norm="false"), "shared_norm .*True or False, .*'false'"),
+        (dict(zero_class_token=True), "zero_class_token=True needs a class token"),
         (dict(moe_layers="last-2"), "no moe_layers"),
     ],
 )

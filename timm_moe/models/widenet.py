@@ -35,6 +35,9 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
         zero_class_token: the class token is a constant zero, not a parameter, as in the authors'
             code.
         kwargs: as timm's VisionTransformer.
+
+    Raises:
+        ValueError: if ``zero_class_token`` has no class token to replace.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
                 setattr(block, part, getattr(self.blocks[0], part))
         self.zero_class_token = zero_class_token
         if zero_class_token:
+            if self.cls_token is None:
+                raise ValueError("zero_class_token=True needs a class token: class_token=True.")
             zero = torch.zeros_like(self.cls_token)  # type: ignore[arg-type]
             del self.cls_token
             self.register_buffer("cls_token", zero)

@@ -298,6 +298,14 @@ def test_models_whose_tokens_are_no_patches(masked):
         collect_patch_routes(model, masked_images(masked, model), HERE)
 
 
+def test_models_that_do_not_say_where_their_patches_are(masked):
+    model = backbone("vit_tiny_moe")
+    images = masked_images(masked, model)
+    del model.num_prefix_tokens
+    with pytest.raises(ValueError, match="lacks num_prefix_tokens"):
+        collect_patch_routes(model, images, HERE)
+
+
 def test_a_folder_of_a_backbone_is_opened_without_a_classifier(tmp_path):
     model = backbone()
     export_moe(model, tmp_path / "model")

@@ -290,11 +290,17 @@ def collect_patch_routes(
     With ``routing_unit=image`` all patches of an image go where their image goes.
 
     Raises:
-        ValueError: as ``collect_routes``; if a router does not see the patches of the images one by
-            one; if a pair of image and mask cannot be used; or if no patch has a class.
+        ValueError: as ``collect_routes``; if the model does not say where its patches are, or a
+            router does not see them one by one; if a pair of image and mask cannot be used; or if
+            no patch has a class.
     """
-    prefix: Any = model.num_prefix_tokens
-    embedding: Any = model.get_submodule("patch_embed")
+    prefix: Any = getattr(model, "num_prefix_tokens", None)
+    embedding: Any = getattr(model, "patch_embed", None)
+    if prefix is None or not hasattr(embedding, "dynamic_feat_size"):
+        raise ValueError(
+            f"A {type(model).__name__} lacks num_prefix_tokens or patch_embed.dynamic_feat_size, "
+            "so the patches that its tokens stand for are not known: give a ViT."
+        )
     grid = embedding.dynamic_feat_size(images.size)
     place = device_and_type(model, inference)
     of_patches = (
