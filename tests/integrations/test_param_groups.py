@@ -205,6 +205,38 @@ def test_muons_rule_by_shape_takes_the_stacked_biases_for_a_matrix():
     assert (update.abs() - of_adamw.abs()).abs().max() > 0.005
 
 
+@pytest.mark.parametrize("opt", ["muon", "Muon"])
+def test_every_process_leaves_the_experts_to_the_fallback(opt, monkeypatch, caplog):
+    """The first process alone says so, but all train the same weights."""
+    monkeypatch.setattr("timm_moe.integrations.timm.is_primary", lambda: False)
+    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
+    with caplog.at_level(logging.INFO):
+        optimizer = timm.optim.create_optimizer_v2(model, opt, lr=0.1)
+    left = {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("use_fallback")
+        for parameter in group["params"]
+    }
+    assert {id(layer.fc1.bias) for layer in moe_layers(model).values()} <= left
+    assert caplog.messages == []
+
+
+def test_muon_keeps_the_names_of_parameters_in_their_groups():
+    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
+    optimizer = timm.optim.create_optimizer_v2(list(model.named_parameters()), "muon", lr=0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        assert group["param_names"] == [names[id(parameter)] for parameter in group["params"]]
+
+
+def test_a_group_that_says_who_trains_it_stays():
+    model = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
+    given = {"params": model.blocks[1].parameters(), "use_fallback": False}
+    optimizer = timm.optim.create_optimizer_v2([given], "muon", lr=0.1)
+    assert [group["use_fallback"] for group in optimizer.param_groups] == [False]
+
+
 def test_muon_keeps_options_and_other_parameters_of_the_groups_that_it_gets():
     model = timm.create_model("vit_tiny_ewa_moe", share_rate=0, **SMALL_VIT)
     parts = {"no": model.blocks[1], "yes": model.blocks[3], "told": model.head}

@@ -466,25 +466,39 @@ def test_adaptive_clipping_by_timms_scaler(ewa_vit):
         assert (stacked.grad.norm(dim=2) <= limits * 1.001).all()
 
 
-@pytest.mark.parametrize("stated", [12, 3])
+@pytest.mark.parametrize("accumulated", [4, 2])
 @pytest.mark.first_case
-def test_batches_that_are_counted_as_updates_are_told_of_once(ewa_vit, caplog, stated):
-    """Twelve batches, whose gradients are accumulated over four, are three updates."""
-    optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.0)
+def test_batches_that_are_counted_as_updates_are_told_of_once(ewa_vit, caplog, accumulated):
+    """Twelve batches are fewer updates where gradients are accumulated."""
+    optimizer = train_on_twelve_batches(ewa_vit, accumulated, stated=12)
+    (told,) = [message for message in caplog.messages if "EWA" in message]
+    assert f"took {12 // accumulated} optimizer steps" in told
+    assert "updates_per_epoch=12" in told
+    assert ExpertWeightAveraging.of(optimizer).share_rate == 0.3 / accumulated
+
+
+def test_updates_that_are_counted_are_not_told_of(ewa_vit, caplog):
+    optimizer = train_on_twelve_batches(ewa_vit, accumulated=4, stated=3)
+    assert [message for message in caplog.messages if "EWA" in message] == []
+    assert ExpertWeightAveraging.of(optimizer).share_rate == 0.3
+
+
+def train_on_twelve_batches(model, accumulated, stated):
+    """Train for three epochs whose updates are stated to the scheduler."""
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.0)
     scheduler, _ = timm.scheduler.create_scheduler_v2(
         optimizer, num_epochs=3, updates_per_epoch=stated
     )
     for epoch in range(3):
-        for batch in range(12):
-            ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
-            if batch % 4 == 3:
+        for batch in range(1, 13):
+            model(torch.randn(2, 3, 32, 32)).mean().backward()
+            if batch % accumulated == 0:
                 optimizer.step()
         scheduler.step(epoch + 1)
-    told = [message for message in caplog.messages if "EWA" in message]
-    if stated == 12:
-        assert len(told) == 1
-        assert "took 3 optimizer steps" in told[0]
-        assert "updates_per_epoch=12" in told[0]
-    else:
-        assert told == []
-        assert ExpertWeightAveraging.of(optimizer).share_rate == 0.3
+    return optimizer
+
+
+def test_a_run_whose_updates_nobody_states_is_not_averaged(ewa_vit):
+    optimizer = create_optimizer_v2(ewa_vit, opt="adamw", lr=0.1)
+    timm.scheduler.create_scheduler_v2(optimizer, num_epochs=2)
+    assert ExpertWeightAveraging.of(optimizer) is None

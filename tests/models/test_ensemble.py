@@ -476,6 +476,29 @@ def test_losses_of_members_are_means_over_the_groups():
     torch.testing.assert_close(whole.weighted_loss, torch.stack(groups).mean())
 
 
+def test_features_that_stop_early_hold_each_image_m_times_in_a_row(images):
+    final, _ = ensemble().eval().forward_intermediates(images, indices=[0], stop_early=True)
+    torch.testing.assert_close(*final.unflatten(0, (len(images), 2)).unbind(1))
+
+
+def test_features_before_the_classifier_are_the_members_mean(images):
+    model = make_model("vmoe_pbe_s32", num_experts=4)
+    found = model.forward_head(model.forward_features(images), pre_logits=True)
+    torch.testing.assert_close(found, model.forward_member_features(images).mean(1))
+
+
+def test_features_of_an_image_that_is_no_square():
+    model = ensemble(dynamic_img_size=True).eval()
+    options = dict(indices=1, intermediates_only=True)
+    (feature,) = model.forward_intermediates(torch.randn(2, 3, 32, 48), **options)
+    assert feature.shape == (2, 32, 4, 6)
+
+
+def test_formats_of_features_other_than_timms_are_refused(images):
+    with pytest.raises(ValueError, match="output_fmt must be NCHW or NLC"):
+        ensemble().forward_intermediates(images, output_fmt="NHWC")
+
+
 def test_timm_sees_an_ordinary_classifier(images):
     model = ensemble().eval()
     assert model(images).shape == (6, 5)

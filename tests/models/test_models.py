@@ -415,6 +415,24 @@ def test_pre_logits():
         timm_moe.to_dense(model)
 
 
+def test_the_classifier_comes_last_for_timms_adaptive_clipping():
+    model = timm.create_model("vit_tiny_ewa_moe", pre_logits=True, **SMALL_VIT)
+    names = [name for name, _ in model.named_parameters()]
+    assert names[-2:] == ["head.weight", "head.bias"]
+
+
+def test_the_layer_before_the_classifier_begins_as_timms_linear_layers():
+    model = timm.create_model("vit_tiny_ewa_moe", pre_logits=True, **{**SMALL_VIT, "embed_dim": 96})
+    linear = model.representation.fc
+    assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not linear.bias.any()
+
+
+def test_pre_logits_is_a_flag():
+    with pytest.raises(ValueError, match=r"pre_logits .*True or False, .*'no'"):
+        timm.create_model("vit_tiny_ewa_moe", pre_logits="no", **SMALL_VIT)
+
+
 def test_a_dense_model_has_no_note_of_pre_logits_that_are_absent(tmp_path):
     model = timm.create_model("vit_tiny_ewa_moe", pre_logits=False, **SMALL_VIT)
     folder = timm_moe.export_dense(model, tmp_path / "vit").path

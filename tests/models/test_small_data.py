@@ -369,6 +369,69 @@ def test_options_that_are_no_flags_are_refused(family, half):
         timm.create_model(name, locality_attention=1)
 
 
+@pytest.mark.parametrize("family", ["vit", "pit", "swin"])
+def test_locality_attention_has_the_biases_and_the_dropout_of_timms(family):
+    name, _, small, _ = FAMILIES[family]
+    options = dict(**small, attn_drop_rate=0.1, proj_drop_rate=0.2)
+    if family != "pit":
+        options |= dict(qkv_bias=False)
+
+    def settings(model):
+        return [
+            (block.attn.attn_drop.p, block.attn.proj_drop.p, block.attn.qkv.bias is None)
+            for block in model.modules()
+            if hasattr(block, "attn")
+        ]
+
+    stock = timm.create_model(name, **options)
+    assert settings(timm.create_model(name, locality_attention=True, **options)) == settings(stock)
+
+
+def test_locality_attention_of_swin_has_the_stated_width_of_heads():
+    name, _, small, _ = FAMILIES["swin"]
+    stock, local = (
+        timm.create_model(name, **small, head_dim=16, locality_attention=is_local)
+        for is_local in (False, True)
+    )
+    attention = "layers.0.blocks.0.attn"
+    assert local.get_submodule(attention).qkv.out_features == 3 * 16 * 3
+    assert local.get_submodule(attention).qkv.out_features == (
+        stock.get_submodule(attention).qkv.out_features
+    )
+
+
+@families
+@pytest.mark.parametrize("like", [dict(dtype=torch.bfloat16), dict(device="meta")])
+def test_new_layers_are_of_the_device_and_the_dtype_asked_for(family, like):
+    name, _, small, _ = FAMILIES[family]
+    model = timm.create_model(name, **small, **SL, **like)
+    for key, tensor in model.state_dict().items():
+        if "relative_position_index" not in key:
+            for attribute, expected in like.items():
+                assert str(getattr(tensor, attribute)) == str(expected), key
+
+
+@families
+def test_features_are_those_asked_for(family, images):
+    name, _, small, _ = FAMILIES[family]
+    model = timm.create_model(name, **small, features_only=True, out_indices=(0, 1))
+    assert len(model(images)) == 2
+
+
+def test_own_entries_of_the_config_stay_with_shifted_patches():
+    overlay = dict(mean=(0.1, 0.2, 0.3))
+    model = timm.create_model("vit_xtiny", shifted_patches=True, pretrained_cfg_overlay=overlay)
+    assert model.pretrained_cfg["mean"] == overlay["mean"]
+    assert model.pretrained_cfg["first_conv"] is None
+
+
+def test_sides_of_shifted_patches_are_rounded_up():
+    patches, images = ShiftedPatches(3, 8, 4), torch.randn(2, 3, 10, 17)
+    padded = torch.nn.functional.pad(images, (0, 3, 0, 2))
+    assert patches(images).shape == (2, 8, 3, 5)
+    torch.testing.assert_close(patches(images), patches(padded))
+
+
 def test_impossible_patches_are_refused():
     with pytest.raises(ValueError, match=r"stride .*patch_size, 4, .* 2\."):
         timm.create_model("pit_xs_32", patch_size=4, shifted_patches=True)

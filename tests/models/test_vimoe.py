@@ -5,6 +5,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.layers import Mlp, SwiGLU
+from timm.models import PretrainedCfg
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import timm_moe
@@ -221,6 +222,12 @@ def test_feature_maps_for_dense_prediction(name, out_indices, blocks):
     )
     assert backbone.feature_info.module_name() == [f"blocks.{block}" for block in blocks]
     assert backbone.feature_info.channels() == [32] * len(blocks)
+
+
+def test_the_classes_of_a_config_object_count():
+    cfg = PretrainedCfg(url="", num_classes=7, input_size=(3, 28, 28))
+    model = timm.create_model("vimoe_s14", pretrained_cfg=cfg, depth=2, embed_dim=32, num_heads=2)
+    assert model.num_classes == 7
 
 
 def test_a_pretrained_backbone(tmp_path):

@@ -423,6 +423,18 @@ def test_to_dense_is_the_model_without_experts(tmp_path, images, options):
     )
 
 
+def test_within_another_model_each_shared_tensor_is_saved_once():
+    whole = nn.Sequential(widenet())
+    state = whole.state_dict()
+    assert len({tensor.data_ptr() for tensor in state.values()}) == len(state)
+    whole.load_state_dict(state)
+
+
+def test_the_features_of_groups_are_named():
+    model = widenet(routing_groups=2)
+    assert [feature["module"] for feature in model.feature_info] == ["blocks.0", "blocks.1"]
+
+
 def test_a_checkpoint_with_own_weights_is_refused():
     own = timm.create_model(
         "vit_base_patch16_224", class_token=False, global_pool="avg", fc_norm=False, **SMALL
@@ -436,8 +448,10 @@ def test_a_checkpoint_with_own_weights_is_refused():
     [
         (dict(routing_groups=3), r"routing_groups .*4 blocks, .* 3\."),
         (dict(routing_groups=0), r"routing_groups .*4 blocks, .* 0\."),
+        (dict(routing_groups=2.0), "routing_groups must be an integer"),
         (dict(official_compat="yes"), "official_compat .*True or False, .*'yes'"),
         (dict(shared_norm="false"), "shared_norm .*True or False, .*'false'"),
+        (dict(zero_class_token="no"), "zero_class_token .*True or False, .*'no'"),
         (dict(zero_class_token=True), "zero_class_token=True needs a class token"),
         (dict(moe_layers="last-2"), "no moe_layers"),
     ],
