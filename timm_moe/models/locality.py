@@ -52,19 +52,10 @@ class ShiftedPatches(nn.Module):
                 "patch_size must be an integer with shifted_patches=True, the side of a square: "
                 f"got {patch_size!r}."
             )
-        self.in_channels = in_channels
         self.patch_size = patch_size
         width = 5 * in_channels * patch_size**2
         self.norm = (norm_layer or nn.LayerNorm)(width, **like)
         self.linear = nn.Linear(width, dim, bias=bias, **like)
-
-    @property
-    def weight(self) -> Tensor:
-        """Return the projection's weight, (D, 5 C patch_size^2).
-
-        timm expects a convolution in this place and reads its weight.
-        """
-        return self.linear.weight
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Map images (B, C, H, W) to tokens (B, D, H / patch_size, W / patch_size).
@@ -101,7 +92,6 @@ class ShiftedPatchEmbed(PatchEmbed):
         options = {name: kwargs.pop(name) for name in own if name in kwargs}
         super().__init__(img_size, patch_size, in_chans, embed_dim, **kwargs, device="meta")
         self.proj: Any = ShiftedPatches(in_chans, embed_dim, patch_size, **options)
-        self.in_channels = in_chans
 
 
 class ShiftedPatchMerging(nn.Module):
