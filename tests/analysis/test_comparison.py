@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from timm_moe.analysis import comparison
 from timm_moe.analysis.comparison import Measured, Run, compare, find_runs, table
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.evaluation import evaluate
+from timm_moe.analysis.paired import Difference
 from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe_cli import main
 
@@ -452,3 +454,68 @@ def test_runs_whose_seeds_are_unknown_are_no_pair():
     runs = [measured(group, seed) for group in ("dense", "ewa") for seed in (None, 1, 2)]
     (found,) = comparison.compare(runs)
     assert found.seeds == [1, 2]
+
+
+def test_the_picture_has_the_runs_and_names_of_the_table(tmp_path, drawn):
+    values = {"moe": (0.5, 0.55, 0.53), "dense": (0.1, 0.1), "ewa": (0.52, 0.56, 0.54)}
+    runs = [measured(group, s, v) for group in values for s, v in enumerate(values[group])]
+    comparison.plot(runs, compare(runs), tmp_path / "a.png")
+    shown, gaps = drawn[0].axes[0], drawn[0].axes[3]
+    points = [[*zip(*map(list, line.get_data()), strict=True)] for line in shown.lines]
+    assert points == [
+        [(pytest.approx(100 * v), place) for v in of_group]
+        for place, of_group in enumerate(values.values())
+    ]
+    assert [text.get_text() for text in shown.get_yticklabels()] == [*values]
+    assert shown.get_title() == "top-1, %, more is better"
+    assert drawn[0].axes[1].get_title() == "NLL, less is better"
+    names = [text.get_text() for text in gaps.get_yticklabels()]
+    assert names == ["dense - moe", "ewa - moe"]
+    means = [box.lines[0].get_xydata()[0].tolist() for box in gaps.containers]
+    expected = [100 * each.differences["accuracy"].mean for each in compare(runs)]
+    assert means == [[pytest.approx(mean), place] for place, mean in enumerate(expected)]
+
+
+def test_methods_without_a_pair_are_left_out_of_the_picture(tmp_path):
+    runs = [measured("dense", 0, 0.5), measured("dense", 1, 0.5), measured("ewa", 2, 0.5)]
+    comparison.plot(runs, compare(runs), tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
+
+
+def test_less_ece_is_better():
+    values = {"dense": (0.5, 0.55, 0.53), "ewa": (0.2, 0.26, 0.24)}
+    runs = [measured(group, s, ece=v) for group in values for s, v in enumerate(values[group])]
+    written = lines(runs)
+    assert written[written.index("ECE, 15 bins") + 3].endswith("3 pairs), better")
+
+
+def test_each_run_is_compared_with_the_first_of_its_method():
+    runs = [measured("dense", s, 0.5, lr=lr) for s, lr in enumerate((0.1, 0.1, 0.2))]
+    (told,) = comparison.differing_options({"dense": runs})
+    assert "dense-0 and dense-2, both of dense" in told
+
+
+def test_what_runs_of_one_method_may_differ_in_is_not_told(tmp_path):
+    """Their folders and machines; what else differs is told."""
+    images = image_folder(write_images(tmp_path / "data", {"validation": 1}, list("abcde")))
+    name = "vit_tiny_patch16_224"
+    of_a_run = ("experiment", "output", "workers", "device", "data_dir", "data", "log_interval")
+    for seed in (0, 1):
+        stated = {option: f"{option}{seed}" for option in of_a_run}
+        stated |= dict(resume="" if seed else "a.pth", seed=seed, lr=0.1 + seed, img_size=32)
+        save_as_train_py(tmp_path / f"vit-{seed}.pth.tar", make_model(name), name, **stated)
+    runs = [replace(run, group="vit") for run in find_runs([str(tmp_path / "vit-*")])]
+    found = comparison.measure_runs(runs, images, inference=_inference())
+    (told,) = comparison.differing_options(comparison.by_group(found))
+    assert told.endswith("differ not only in the seed but in lr.")
+    assert all(each.options[comparison.LAST_EPOCH] == 2 for each in found)
+
+
+def test_equal_differences_are_certain():
+    assert Difference.of([0.25] * 3).p == 0
+    assert Difference.of([0.25] * 3).verdict(1) == "better"
+    assert Difference.of([0.0] * 3).verdict(1) == "no clear difference"
+
+
+def test_a_single_pair_has_no_p_value():
+    assert math.isnan(Difference.of([0.25]).p)

@@ -557,3 +557,31 @@ def test_logits_that_float32_would_make_equal_probabilities(splits, model):
     batches = evaluation.predictions([model], ["model"], image_folder(splits), HERE)
     for _, log_p_BMC, _ in batches:
         assert (log_p_BMC.argmax(2) == 1).all()
+
+
+def test_every_figure_is_written_by_its_layout():
+    result = dict(normalized_disagreement=0.5, disagreement=0.25, ood_images=1234, fpr_at_95=0.125)
+    written = [line.split()[-1] for line in evaluation.table(result)]
+    assert written == ["0.5000", "25.00%", "1,234", "12.50%"]
+
+
+def test_the_member_that_learnt_by_bce_is_named(caplog, monkeypatch):
+    monkeypatch.setattr(evaluation, "took_bce", lambda model: model == 1)
+    evaluation.warn_of_bce([1, 0, 0], ["a", "b", "c"])
+    (told,) = caplog.messages
+    assert told.startswith("a was trained by binary cross-entropy")
+
+
+def test_other_data_have_the_split_of_the_images(splits, model, tmp_path):
+    file = save(model, "vit_tiny_patch16_224", tmp_path / "a.pth")
+    options = ["--split=other", f"--ood-data-dir={splits}"]
+    found = written_by_the_command(file, splits, *options)["metrics"]
+    assert (found["images"], found["ood_images"]) == (20, 20)
+
+
+def test_a_dense_model_has_no_experts(splits, tmp_path, capsys):
+    experts = make_model("vit_tiny_moe")
+    file = save(experts, "vit_tiny_moe", tmp_path / "a.pth")
+    command = ["benefits", "--student=75", "--teacher=77.5", f"--dense={file}"]
+    assert main([*command, f"--data-dir={splits}", "-j=0", "--device=cpu"]) == 1
+    assert "has routed experts: --dense is a dense model" in capsys.readouterr().err

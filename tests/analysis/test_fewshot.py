@@ -377,3 +377,13 @@ def test_features_in_mixed_precision(colours):
     inference = Inference(7, 0, "cpu", torch.bfloat16)
     fewshot([model], [folder_of(colours)], (2,), 1, inference=inference)
     assert seen == {torch.bfloat16}
+
+
+def test_the_command_draws_as_often_as_stated(colours, tmp_path):
+    name = "vit_tiny_patch16_224"
+    file = save_as_train_py(tmp_path / "a.pth", make_model(name), name, img_size=32)
+    images = [f"--data-dir={colours}", "--split=test", "--shots=1"]
+    options = ["--draws=1", f"--json={tmp_path}/a.json", "-j=0"]
+    assert main(["fewshot", str(file), *images, *options]) == 0
+    (result,) = json.loads((tmp_path / "a.json").read_text())["results"]
+    assert result["standard_error"] is None

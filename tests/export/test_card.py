@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, edit
+from common import OPTIONS, SMALL_VIT, SMALL_VIT_KWARGS, edit, make_model
 from hub_client import front_matter
 from safetensors.torch import load as load_bytes
 
 import timm_moe
 from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.checkpoints.source import load_source
+from timm_moe.convert.expert_layers import activated_parameters
 from timm_moe.export import PushOptions, push_dense, push_moe
 from timm_moe.export.card import timm_facts
 from timm_moe.export.export import export_moe
@@ -770,3 +771,66 @@ def test_the_ratio_of_an_svd_is_the_one_that_is_asked_for(
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(exported[name], tensor)
         torch.testing.assert_close(uploaded[name], tensor)
+
+
+def changed(checkpoint, folder, name="last.pth.tar", **args):
+    """Copy a checkpoint and its table, with other options of train.py."""
+    content = torch.load(checkpoint, weights_only=False)
+    vars(content["args"]).update(args)
+    torch.save(content, folder / name)
+    shutil.copy(checkpoint.parent / "summary.csv", folder)
+    return folder / name
+
+
+def test_the_card_counts_what_a_token_passes_through(checkpoints):
+    file = checkpoints["vit_tiny_moe"]
+    number = activated_parameters(load_source(file))
+    card = push_moe(file, "user/vit", dry_run=True).card
+    assert f"| that a token passes through | {number:,} |" in card
+
+
+@pytest.mark.parametrize("method", ["average", "sum"])
+def test_a_method_of_ones_is_cited(checkpoints, method):
+    card = push_dense(checkpoints["vit_tiny_moe"], "user/vit", method=method, dry_run=True).card
+    assert ("arXiv:2201.10890" in card) == (method == "sum")
+
+
+def test_what_the_publisher_measured_chose_no_epoch(checkpoint, tmp_path):
+    file = changed(checkpoint, tmp_path, "model_best.pth.tar")
+    card = push_dense(file, "user/vit", metrics={"top1": 40.0}, dry_run=True).card
+    assert "Stated by the publisher." in card
+
+
+@pytest.mark.parametrize("mode", ["HSV", "RGB", None])
+def test_the_mode_of_images_is_told(checkpoint, tmp_path, mode):
+    file = changed(checkpoint, tmp_path, input_img_mode=mode)
+    card = push_dense(file, "user/vit", dry_run=True).card
+    assert ("Its images have the mode `HSV` of Pillow" in card) == (mode == "HSV")
+
+
+def test_the_licence_of_the_pretrained_weights_is_told_as_such(checkpoint, tmp_path):
+    file = changed(checkpoint, tmp_path, pretrained=True)
+    card = push_dense(file, "user/vit", dry_run=True).card
+    assert "apache-2.0, that of the pretrained weights." in card
+    card = push_dense(file, "user/vit", license="apache-2.0", dry_run=True).card
+    assert "\napache-2.0\n" in card
+
+
+def test_a_shared_expert_is_told():
+    model = make_model("vimoe_s14_shared")
+    assert "and a shared one." in push_moe(model, "user/vit", dry_run=True, model_args={}).card
+
+
+def test_results_are_those_of_the_epoch_of_the_weights(checkpoint, tmp_path):
+    """Two epochs may have the same accuracy."""
+    file = changed(checkpoint, tmp_path)
+    rows = "epoch,eval_loss,eval_top1\n1,2.5,51.25\n2,2.25,51.25\n"
+    (tmp_path / "summary.csv").write_text(rows)
+    assert "| loss | 2.5 |" in push_dense(file, "user/vit", dry_run=True).card
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.2])
+def test_an_option_that_means_something_beside_another_is_told(checkpoint, tmp_path, mixup):
+    file = changed(checkpoint, tmp_path, mixup=mixup, mixup_prob=0.5)
+    card = push_dense(file, "user/vit", dry_run=True).card
+    assert ("| mixup_prob | `0.5` |" in card) == (mixup > 0)

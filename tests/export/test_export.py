@@ -24,6 +24,7 @@ from timm_moe.export import export as export_module
 from timm_moe.export import verify as verify_module
 from timm_moe.export.export import export_moe
 from timm_moe.model_config import model_input_size, records_arguments
+from timm_moe_cli import main
 
 STOCK = """
 import sys, numpy, timm, torch
@@ -561,3 +562,10 @@ def test_a_disk_that_fills_up_leaves_nothing(ewa_vit, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_command_exports_the_ema_weights(checkpoint, tmp_path):
+    ema = torch.load(checkpoint, weights_only=False)["state_dict_ema"]
+    assert main(["export", str(checkpoint), str(tmp_path / "vit"), "--use-ema"]) == 0
+    weights = load_file(tmp_path / "vit" / "model.safetensors")
+    torch.testing.assert_close(weights["head.weight"], ema["head.weight"])

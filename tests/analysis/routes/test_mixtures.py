@@ -5,6 +5,7 @@ They are compared with the routers' weights applied by hand.
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from timm_moe import convert_to_moe, moe_layers
 from timm_moe.analysis.data import image_folder, load_classifiers
 from timm_moe.analysis.report.sections.routing import routing_section
 from timm_moe.analysis.routes.mixtures import SHOWN_SLOTS, Mixture, collect_mixtures, mixing_layers
+from timm_moe.analysis.routes.results import plot_mixtures
 from timm_moe.layers import SoftRouter
 from timm_moe_cli import main
 
@@ -231,3 +233,12 @@ def test_the_report_shows_them(options, title, rows, splits):
     (part,) = routing_section(seen).parts
     assert part.routes is None
     assert "not patches of an image" in part.text
+
+
+def test_maps_of_mixtures_are_drawn_as_they_are(tmp_path, drawn):
+    weights = torch.arange(6.0).view(1, 2, 3)
+    mixtures = [SimpleNamespace(layer=n, maps=lambda: {"slot": weights}) for n in "ab"]
+    plot_mixtures(mixtures, torch.zeros(3, 8, 12, dtype=torch.uint8), tmp_path / "a.png")
+    axes = drawn[0].axes
+    assert [axes[0].get_title(), axes[2].get_title()] == ["a", "b"]
+    assert axes[1].images[0].get_array().tolist() == weights[0].tolist()

@@ -18,7 +18,7 @@ from torch import nn
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import image_folder
-from timm_moe.analysis.routes.results import display_order, plot
+from timm_moe.analysis.routes.results import display_order, plot, table
 from timm_moe.analysis.routes.statistics import (
     RouterWatcher,
     Routes,
@@ -413,3 +413,51 @@ def test_routes_in_mixed_precision(splits):
     model.blocks[0].mlp.fc1.register_forward_hook(lambda _, x, y: seen.add(y.dtype))
     collect_routes(model, image_folder(splits), replace(HERE, amp_dtype=torch.bfloat16))
     assert seen == {torch.bfloat16}
+
+
+def test_the_table_has_each_number_in_its_column():
+    layer = {
+        "layer": "a",
+        "experts": 2,
+        "mean_largest_share": 0.8,
+        "mutual_information": 0.3,
+        "normalized": 0.4,
+        "by_chance": 0.1,
+        "experts_per_image": 1.5,
+        "kept": True,
+        "load": [0.25, 0.75],
+    }
+    summary = {
+        "layers": [layer, {**layer, "layer": "b", "kept": False}],
+        "images": 9,
+        "experts_per_image": 3.0,
+        "routing_degree": 4,
+        "routing_degree_of_kept": 2,
+    }
+    _, first, load, second, _, images, *_ = table(summary)
+    assert first.split() == ["a", "2", "80.0%", "0.300", "nats", "0.400", "0.100", "1.50", "yes"]
+    assert load.split() == ["load,", "%", "25.0", "75.0"]
+    assert second.split()[-1] == "no"
+    assert images == "images 9, experts of an image in all layers 3.00"
+
+
+def test_heat_maps_have_the_names_of_their_layers_and_numbers_of_their_rows(tmp_path, drawn):
+    counts = torch.tensor([[[1, 3]], [[1, 0]], [[0, 1]]])
+    routes = Routes("a", 1, 2, counts, torch.arange(3), ["x", "y", "z"])
+    plot([routes, replace(routes, layer="b")], tmp_path / "a.png")
+    first, second, *_ = drawn[0].axes
+    assert [first.get_title(), second.get_title()] == ["a", "b"]
+    numbers = {text.get_position(): text.get_text() for text in first.texts}
+    shown = first.images[0].get_array()
+    assert numbers == {
+        (column, row): f"{shown[row, column]:.0%}" for row in range(3) for column in range(2)
+    }
+    assert shown.tolist() == [[1, 0], [0, 1], [0.25, 0.75]]
+
+
+@pytest.mark.parametrize("threshold", ["-1", "1"])
+def test_layers_are_kept_by_the_threshold_that_is_stated(splits, tmp_path, threshold):
+    stated = f"--threshold={threshold}"
+    assert main(command(tmp_path, make_model(), "vit_tiny_moe", splits, stated)) == 0
+    layers = json.loads((tmp_path / "out/routes.json").read_text())["layers"]
+    assert [layer["kept"] for layer in layers] == [threshold == "-1"] * 2

@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from common import make_model
+from common import make_model, save_as_train_py
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -152,18 +152,12 @@ def test_grey_images(masked):
 
 def command(masked, model, *options):
     export_moe(model, masked / "model", overwrite=True)
+    return [*command_for(masked, masked / "model"), *options]
+
+
+def command_for(masked, source):
     where = ["--data-dir", str(masked / "images"), "--segmentation", str(masked / "masks")]
-    return [
-        "routes",
-        str(masked / "model"),
-        str(masked / "out"),
-        *where,
-        "-j",
-        "0",
-        "--device",
-        "cpu",
-        *options,
-    ]
+    return ["routes", str(source), str(masked / "out"), *where, "-j", "0", "--device", "cpu"]
 
 
 def test_the_command(masked, capsys):
@@ -188,6 +182,25 @@ def test_the_command(masked, capsys):
         routes[1].share_CE().flatten().tolist(), rel=1e-6
     )
     assert [row["class"] for row in rows[::4]] == NAMES
+
+
+def test_the_number_of_what_has_no_class_may_be_zero(masked):
+    assert main(command(masked, backbone(), "--ignore-index", "0")) == 0
+    with open(masked / "out/routes.csv") as file:
+        assert {row["class"] for row in csv.DictReader(file)} == {"1", "2", str(VOID)}
+
+
+def test_the_command_takes_the_ema_weights_that_are_asked_for(masked):
+    torch.manual_seed(0)
+    name = "vit_tiny_moe"
+    plain, ema = (backbone(name) for _ in range(2))
+    file = save_as_train_py(masked / "a.pth", plain, name, num_classes=0, img_size=32)
+    content = torch.load(file, weights_only=False)
+    torch.save({**content, "state_dict_ema": ema.state_dict()}, file)
+    assert main([*command_for(masked, file), "--use-ema", "--ignore-index", str(VOID)]) == 0
+    expected = collect_patch_routes(ema, masked_images(masked, ema, None), HERE)
+    written = json.loads((masked / "out/routes.json").read_text())["layers"]
+    assert [layer["load"] for layer in written] == [each.load().tolist() for each in expected]
 
 
 def test_without_names_classes_are_their_numbers(masked):
