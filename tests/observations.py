@@ -55,7 +55,7 @@ def seen_as(layers, confidence=(0.9,), predicted=(0,), classes=("cat", "dog")):
         confidence=torch.tensor(confidence),
         ood_confidence=None,
         figures=dict(
-            images=len(confidence), members=1, nll=0.1, accuracy=1.0, error=0.0, ece=0.1, brier=0.1
+            images=len(confidence), members=1, nll=0.1, accuracy=1.0, error=0.0, ece=0.1, brier=0.3
         ),
         layers=layers,
         shown=[0],

@@ -407,6 +407,17 @@ def test_outputs_that_are_not_finite(splits, model):
         evaluate([model], image_folder(splits), inference=HERE)
 
 
+def test_an_output_that_is_not_finite_for_one_image_is_of_the_model_that_gave_it(splits, model):
+    other = make_model("vit_tiny_moe")
+
+    def spoil(module, images, outputs):
+        return outputs.index_fill(0, torch.tensor([len(outputs) - 1]), float("inf"))
+
+    other.register_forward_hook(spoil)
+    with pytest.raises(ValueError, match=r"MoeVisionTransformer .*outputs .*NaN"):
+        evaluate([model, other], image_folder(splits), inference=HERE)
+
+
 def test_without_torchmetrics(splits, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     monkeypatch.delitem(sys.modules, "timm_moe.analysis.metrics", raising=False)
