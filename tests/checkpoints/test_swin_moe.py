@@ -376,11 +376,30 @@ def test_files_of_others_in_the_folder_do_not_matter(tmp_path):
         import_checkpoint(prefix)
 
 
-def test_a_file_that_was_copied_over_another(tmp_path):
-    prefix = write(tmp_path, *whole_model(4), 4)
-    (tmp_path / "swin.pth.rank2").write_bytes((tmp_path / "swin.pth.rank0").read_bytes())
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_file_that_was_copied_over_another(tmp_path, processes):
+    prefix = write(tmp_path, *whole_model(4), processes)
+    first = (tmp_path / "swin.pth.rank0").read_bytes()
+    (tmp_path / f"swin.pth.rank{processes - 1}").write_bytes(first)
     with pytest.raises(ValueError, match=r"\.rank files .*layers\.2\.blocks\.1: .*copied"):
         import_checkpoint(prefix)
+
+
+def test_a_bias_in_the_files_of_the_processes_is_refused(tmp_path):
+    prefix = write(tmp_path, *whole_model(4), 4)
+    for rank in range(4):
+        change(f"{prefix}.pth.rank{rank}", lambda model: model.update({BIAS: torch.ones(1, 1, 32)}))
+    with pytest.raises(ValueError, match="fc2_bias is not zero"):
+        import_checkpoint(prefix)
+
+
+def test_files_of_grey_images_without_a_classifier_by_the_name_of_one_of_them(in_double, tmp_path):
+    rest, experts = whole_model(4)
+    rest["patch_embed.proj.weight"] = rest["patch_embed.proj.weight"][:, :1]
+    del rest["head.weight"], rest["head.bias"]
+    model = import_checkpoint(f"{write(tmp_path, rest, experts, 4)}.pth.rank0")
+    assert model.num_classes == 0
+    assert model(torch.randn(1, 1, IMAGE, IMAGE)).shape == (1, 8 * WIDTH)
 
 
 def test_files_of_another_run_with_other_experts(tmp_path):

@@ -179,6 +179,24 @@ def test_numpy_arrays_with_and_without_params_before_their_paths():
     assert all(torch.equal(tensor, prefixed[name]) for name, tensor in plain.items())
 
 
+def test_the_callers_arrays_are_copied():
+    arrays = {path: array.numpy() for path, array in read_arrays(FOLDER / "vmoe_tiny").items()}
+    before = arrays["head/bias"].copy()
+    state_dict_from_flax(arrays)["head.bias"].add_(1)
+    assert np.array_equal(arrays["head/bias"], before)
+
+
+def test_arrays_of_grey_images_without_a_classifier():
+    arrays = read_arrays(FOLDER / "vmoe_tiny")
+    arrays["embedding/kernel"] = arrays["embedding/kernel"][:, :, :1]
+    of_classifier = [path for path in arrays if path.startswith(("head/", "pre_logits/"))]
+    for path in of_classifier:
+        del arrays[path]
+    name, args = model_from_flax(arrays)
+    assert (args["in_chans"], args["num_classes"], args["pre_logits"]) == (1, 0, False)
+    timm.create_model(name, **args).load_state_dict(state_dict_from_flax(arrays))
+
+
 EXPERT = "Encoder/encoderblock_1/Moe/Mlp/Dense_0/kernel"
 POSITIONS = "Encoder/posembed_input/pos_embedding"
 QUERY = "Encoder/encoderblock_2/SelfAttention/query/kernel"
@@ -378,9 +396,9 @@ def test_an_index_that_claims_what_is_not_so(copy, index, message):
         import_checkpoint(copy)
 
 
-def write_sliced(folder, rows):
+def write_sliced(folder, rows, step=None, type_of_chunks="float32"):
     """A checkpoint of one array, cut into so many slices that go around its three shards."""
-    slices = [packed((row, row + 1, None), (0, 2, None)) for row in range(rows)]
+    slices = [packed((row, row + 1, step), (0, 2, step)) for row in range(rows)]
     info = msgpack.packb([[rows, 2], "float32"])
     leaf = msgpack.ExtType(8, msgpack.packb([info, slices, [row % 3 for row in range(rows)]]))
     folder.joinpath("a.index").write_bytes(msgpack.packb({"shard_count": 3, "index": {"x": leaf}}))
@@ -388,10 +406,22 @@ def write_sliced(folder, rows):
         of_shard = []
         for row in range(shard, rows, 3):
             content = np.float32([row, -row]).tobytes()
-            chunk = msgpack.ExtType(1, msgpack.packb([[1, 2], "float32", content]))
+            chunk = msgpack.ExtType(1, msgpack.packb([[1, 2], type_of_chunks, content]))
             of_shard.append([[chunk], msgpack.ExtType(6, slices[row])])
         content = {"__msgpack_array_chunk_a87ca2__": True, "0": of_shard}
         folder.joinpath(f"a.data-0000{shard}-of-00003").write_bytes(msgpack.packb(content))
+
+
+def test_slices_may_state_their_step_of_one(tmp_path):
+    write_sliced(tmp_path, 3, step=1)
+    (array,) = read_arrays(tmp_path / "a").values()
+    assert torch.equal(array, torch.arange(3.0)[:, None] * torch.tensor([1.0, -1.0]))
+
+
+def test_chunks_of_another_type_of_the_same_size_are_refused(tmp_path):
+    write_sliced(tmp_path, 3, type_of_chunks="int32")
+    with pytest.raises(ValueError, match="damaged"):
+        read_arrays(tmp_path / "a")
 
 
 @pytest.mark.ci  # the cases above have fewer slices
