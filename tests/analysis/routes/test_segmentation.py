@@ -191,7 +191,6 @@ def test_the_number_of_what_has_no_class_may_be_zero(masked):
 
 
 def test_the_command_takes_the_ema_weights_that_are_asked_for(masked):
-    torch.manual_seed(0)
     name = "vit_tiny_moe"
     plain, ema = (backbone(name) for _ in range(2))
     file = save_as_train_py(masked / "a.pth", plain, name, num_classes=0, img_size=32)
