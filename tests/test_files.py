@@ -23,7 +23,15 @@ from safetensors.torch import load_file
 import timm_moe
 from timm_moe import files
 from timm_moe.export.export import export_moe
-from timm_moe.files import check_folder, check_writable, publish, staged, write_json, written_whole
+from timm_moe.files import (
+    check_apart,
+    check_folder,
+    check_writable,
+    publish,
+    staged,
+    write_json,
+    written_whole,
+)
 from timm_moe_cli import main
 
 NAMES = ("weights", "config")
@@ -392,3 +400,13 @@ def test_results_of_any_type_are_written(tmp_path):
     written = json.loads((tmp_path / "a.json").read_text())
     assert written["kwargs"] == {"a": "{1}", "b": "1j", "c": str(tmp_path)}
     assert written["value"] is None
+
+
+def test_what_is_not_read_may_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    for name in ("a.json", "run/a.json"):
+        (tmp_path / name).touch()
+    check_apart("a.json", [""])  # no class map
+    check_apart("new.json", [tmp_path])
+    check_apart("run/a.json", [tmp_path])

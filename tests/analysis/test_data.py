@@ -27,6 +27,7 @@ from timm_moe.analysis.data import (
     image_folder,
     image_mode,
     load_classifiers,
+    open_model,
     short_names,
 )
 from timm_moe.analysis.evaluation import evaluate
@@ -261,6 +262,13 @@ def test_a_part_of_a_split_is_refused(folder):
     assert len(of_validate_py(folder, "val[:50%]")) == 10
     with pytest.raises(ValueError, match="no parts of a split"):
         image_folder(folder, "val[:50%]")
+
+
+def test_a_folder_that_is_called_as_a_part_of_a_split_is_refused(tmp_path):
+    """Files of val would be taken, as timm does."""
+    write_images(tmp_path, {"val": 2, "val[1]": 3}, ["a", "b"])
+    with pytest.raises(ValueError, match="no parts of a split"):
+        image_folder(tmp_path, "val[1]")
 
 
 @pytest.mark.parametrize(
@@ -728,3 +736,15 @@ def test_names_of_several_parts_are_written_alike_on_windows(monkeypatch):
     paths = [("runs", "dense", "0"), ("runs", "ewa", "0")]
     assert short_names(paths) == ["dense/0", "ewa/0"]
     assert short_names([("runs", "dense")] * 2) == ["1: runs/dense", "2: runs/dense"]
+
+
+def test_images_that_are_no_squares_are_shown_as_they_are(model):
+    config, shown = preprocessing(model), torch.arange(30).reshape(3, 2, 5) * 5
+    mean, std = (torch.tensor(config[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    (found,) = image_bytes(((shown / 255 - mean) / std)[None], model)
+    assert torch.equal(found, shown.byte())
+
+
+def test_a_model_in_memory_is_moved_to_a_stated_device(model):
+    moved = open_model(model, None, False, Inference(device="meta"))
+    assert all(parameter.is_meta for parameter in moved.parameters())

@@ -115,6 +115,31 @@ def test_the_penalty_is_of_the_best_mean_rank():
     assert _best_penalty(torch.full((2, 4), 0.5)) == 0
 
 
+def test_the_penalty_is_ranked_in_every_draw():
+    accuracies = torch.zeros(1, 3, 1, 1, len(PENALTIES))  # the mean over the draws prefers 7
+    accuracies[0, :, 0, 0, 5] = torch.tensor([0.5, 0.5, 0.1])
+    accuracies[0, :, 0, 0, 7] = torch.tensor([0.4, 0.4, 0.9])
+    (result,) = _results([Folder("a", None, None)], (1,), accuracies)
+    assert result.penalty == PENALTIES[5]
+
+
+def test_the_penalties_are_those_of_the_paper():
+    assert (len(PENALTIES), PENALTIES[0], PENALTIES[-1]) == (30, 2**-10, 2**19)
+
+
+def test_each_folder_has_draws_of_its_own(colours, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "timm_moe.analysis.fewshot._folder_accuracies",
+        lambda named, folder, chosen, *_: (
+            drawn.append(chosen) or torch.zeros(1, 1, 1, len(PENALTIES))
+        ),
+    )
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    fewshot([model], [folder_of(colours)] * 2, (3,), 1, inference=HERE)
+    assert not torch.equal(*drawn)
+
+
 def test_accuracies_are_those_of_a_loop_by_hand(colours):
     model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT).eval()
     results = fewshot([model], [folder_of(colours)], (1, 4), draws=2, inference=HERE)

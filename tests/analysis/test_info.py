@@ -76,3 +76,14 @@ def test_experts_that_choose_take_a_token_so_often_on_average():
     ]
     of_half = info[1.0].activated - info[0.5].activated
     assert info[2.5].activated - info[1.0].activated == 3 * of_half > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "takes"),
+    [
+        ("vimoe_s14", {}, ", an image takes 1"),
+        ("vmoe_pbe_s32", {"num_experts": 4}, "; 2 members, a token of each takes 1"),
+    ],
+)
+def test_what_is_routed_is_told(name, options, takes):
+    assert model_info(name, **SMALL_VIT, **options).rows()["experts"].endswith(f"blocks{takes}")

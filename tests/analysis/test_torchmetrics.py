@@ -239,3 +239,20 @@ def test_a_tracker_knows_which_value_is_best():
             tracker.update(*batch)
         values = tracker.compute_all()
         assert tracker.best_metric() == values.min()
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(1), torch.zeros(40, 1)])
+def test_labels_of_another_shape(labels):
+    with pytest.raises(ValueError, match=r"^40 images need labels of shape \(40,\), got"):
+        metrics.ErrorRate().update(data()[0], labels.long())
+
+
+@pytest.mark.parametrize("name", ["kl", "cosine", "disagreement", "normalized"])
+def test_members_are_needed_to_compare_them(name):
+    with pytest.raises(ValueError, match="Members of an ensemble are compared"):
+        ALL[name]().update(torch.zeros(2, 4), torch.tensor([0, 1]))
+
+
+def test_outputs_of_another_number_of_classes():
+    with pytest.raises(ValueError, match="must have 5 classes, got 4"):
+        ALL["ece"]().update(torch.zeros(2, 4), torch.tensor([0, 1]))

@@ -54,7 +54,7 @@ class SharedVisionTransformer(PreLogitsVisionTransformer):
         if zero_class_token:
             if self.cls_token is None:
                 raise ValueError("zero_class_token=True needs a class token: class_token=True.")
-            zero = torch.zeros_like(self.cls_token)  # type: ignore[arg-type]
+            zero = torch.zeros_like(self.cls_token)
             del self.cls_token
             self.register_buffer("cls_token", zero)
         self.register_state_dict_post_hook(_drop_repeated)
