@@ -802,6 +802,7 @@ def test_what_the_publisher_measured_chose_no_epoch(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["HSV", "RGB", None])
+@pytest.mark.first_case
 def test_the_mode_of_images_is_told(checkpoint, tmp_path, mode):
     file = changed(checkpoint, tmp_path, input_img_mode=mode)
     card = push_dense(file, "user/vit", dry_run=True).card

@@ -370,6 +370,7 @@ def test_options_that_are_no_flags_are_refused(family, half):
 
 
 @pytest.mark.parametrize("family", ["vit", "pit", "swin"])
+@pytest.mark.first_case
 def test_locality_attention_has_the_biases_and_the_dropout_of_timms(family):
     name, _, small, _ = FAMILIES[family]
     options = dict(**small, attn_drop_rate=0.1, proj_drop_rate=0.2)
@@ -402,6 +403,7 @@ def test_locality_attention_of_swin_has_the_stated_width_of_heads():
 
 @families
 @pytest.mark.parametrize("like", [dict(dtype=torch.bfloat16), dict(device="meta")])
+@pytest.mark.first_case
 def test_new_layers_are_of_the_device_and_the_dtype_asked_for(family, like):
     name, _, small, _ = FAMILIES[family]
     model = timm.create_model(name, **small, **SL, **like)
@@ -412,6 +414,7 @@ def test_new_layers_are_of_the_device_and_the_dtype_asked_for(family, like):
 
 
 @families
+@pytest.mark.first_case
 def test_features_are_those_asked_for(family, images):
     name, _, small, _ = FAMILIES[family]
     model = timm.create_model(name, **small, features_only=True, out_indices=(0, 1))

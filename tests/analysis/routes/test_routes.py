@@ -456,6 +456,7 @@ def test_heat_maps_have_the_names_of_their_layers_and_numbers_of_their_rows(tmp_
 
 
 @pytest.mark.parametrize("threshold", ["-1", "1"])
+@pytest.mark.first_case
 def test_layers_are_kept_by_the_threshold_that_is_stated(splits, tmp_path, threshold):
     stated = f"--threshold={threshold}"
     assert main(command(tmp_path, make_model(), "vit_tiny_moe", splits, stated)) == 0
