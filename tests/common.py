@@ -159,12 +159,18 @@ def without_draws(name):
     return model
 
 
-def save_as_train_py(file, model, name="vit_tiny_ewa_moe", /, **stated):
-    """Save a small model as train.py does; its arguments may state more, or something else."""
+def save_as_train_py(file, model, name="vit_tiny_ewa_moe", /, *, ema=None, **stated):
+    """Save a small model as train.py does; its arguments may state more, or something else.
+
+    ``ema`` is a model with the EMA of the weights.
+    """
     args = argparse.Namespace(
         **{"model": name, "num_classes": 5, "model_kwargs": OPTIONS, **stated}
     )
-    torch.save({"epoch": 1, "state_dict": model.state_dict(), "args": args}, file)
+    weights = {"state_dict": model.state_dict()}
+    if ema is not None:
+        weights["state_dict_ema"] = ema.state_dict()
+    torch.save({"epoch": 1, **weights, "args": args}, file)
     return file
 
 

@@ -403,9 +403,7 @@ def test_a_run_is_measured_as_by_evaluate(tmp_path, kind):
         stated = dict(label_names=list("badce"))
         save_for_hf(model, str(file), stated, model_args=OPTIONS, safe_serialization=True)
     else:
-        save_as_train_py(file, model, name, img_size=32)
-        content = torch.load(file, weights_only=False)
-        torch.save({**content, "state_dict_ema": make_model(name).state_dict()}, file)
+        save_as_train_py(file, model, name, ema=make_model(name), img_size=32)
         options = dict(use_ema=True)
     runs = [Run("run-0", str(file), "run")]
     (found,) = comparison.measure_runs(runs, images, inference=_inference(), **options)

@@ -366,9 +366,7 @@ def test_features_are_of_the_weights_that_are_asked_for(colours, tmp_path, monke
     torch.manual_seed(0)
     name = "vit_tiny_patch16_224"
     plain, ema = make_model(name), make_model(name)
-    file = save_as_train_py(tmp_path / "a.pth", plain, name, num_classes=5, img_size=32)
-    content = torch.load(file, weights_only=False)
-    torch.save({**content, "state_dict_ema": ema.state_dict()}, file)
+    file = save_as_train_py(tmp_path / "a.pth", plain, name, ema=ema, num_classes=5, img_size=32)
     seen = []
     monkeypatch.setattr(
         "timm_moe.analysis.fewshot._accuracies",

@@ -40,6 +40,15 @@ def checkpoint(checkpoints):
     return checkpoints["vit_tiny_ewa_moe"]
 
 
+def changed(checkpoint, folder, name="last.pth.tar", **args):
+    """Copy a checkpoint and its table, with other options of train.py."""
+    content = torch.load(checkpoint, weights_only=False)
+    vars(content["args"]).update(args)
+    torch.save(content, folder / name)
+    shutil.copy(checkpoint.parent / "summary.csv", folder)
+    return folder / name
+
+
 @pytest.mark.parametrize(
     ("name", "stated", "method"),
     [
@@ -53,15 +62,9 @@ def checkpoint(checkpoints):
 def test_a_pushed_export_has_the_card_of_its_checkpoint(
     checkpoints, tmp_path, name, stated, method
 ):
-    content = torch.load(checkpoints[name], weights_only=False)
-    vars(content["args"]).update(STATED[stated])
-    torch.save(content, tmp_path / "last.pth.tar")
-    summary = (checkpoints[name].parent / "summary.csv").read_bytes()
-    (tmp_path / "summary.csv").write_bytes(summary)
-    folder = timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit", method).path
-    pushed = push_dense(
-        tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True, metrics={"top1": 5}
-    )
+    file = changed(checkpoints[name], tmp_path, **STATED[stated])
+    folder = timm_moe.export_dense(file, tmp_path / "vit", method).path
+    pushed = push_dense(file, "user/vit", method=method, dry_run=True, metrics={"top1": 5})
     assert push_dense(folder, "user/vit", dry_run=True, metrics={"top1": 5}).card == pushed.card
     pushed = push_dense(tmp_path / "last.pth.tar", "user/vit", method=method, dry_run=True)
     assert push_dense(folder, "user/vit", dry_run=True).card == pushed.card
@@ -161,11 +164,10 @@ def test_layers_of_different_numbers_of_experts(dense_vit, tmp_path):
 
 
 def test_the_card_states_the_recipe_that_was_run(checkpoint, tmp_path):
-    content = torch.load(checkpoint, weights_only=False)
     stated = dict(smoothing=0.0, weight_decay=0.0, warmup_epochs=0, seed=0, mixup=0.0, hflip=0.5)
-    vars(content["args"]).update(stated, no_aug=True, scale=[0.08, 1.0], aa="rand", reprob=0.25)
-    torch.save(content, tmp_path / "last.pth.tar")
-    card = push_moe(tmp_path / "last.pth.tar", "user/vit", dry_run=True).card
+    unused = dict(scale=[0.08, 1.0], aa="rand", reprob=0.25)
+    file = changed(checkpoint, tmp_path, **stated, **unused, no_aug=True)
+    card = push_moe(file, "user/vit", dry_run=True).card
     for option, value in {**stated, "no_aug": True}.items():
         told = f"| {option} | `{value}` |"
         assert (told in card) == (option not in ("mixup", "hflip")), option
@@ -771,15 +773,6 @@ def test_the_ratio_of_an_svd_is_the_one_that_is_asked_for(
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(exported[name], tensor)
         torch.testing.assert_close(uploaded[name], tensor)
-
-
-def changed(checkpoint, folder, name="last.pth.tar", **args):
-    """Copy a checkpoint and its table, with other options of train.py."""
-    content = torch.load(checkpoint, weights_only=False)
-    vars(content["args"]).update(args)
-    torch.save(content, folder / name)
-    shutil.copy(checkpoint.parent / "summary.csv", folder)
-    return folder / name
 
 
 def test_the_card_counts_what_a_token_passes_through(checkpoints):

@@ -20,10 +20,14 @@ from timm_moe.analysis.report.sections.run import Run, run_of_model, run_section
 from timm_moe.analysis.report.sections.similarity import ExpertSimilarity, similarity_section
 
 
+def by_title(section):
+    return {part.title: part for part in section.parts}
+
+
 def test_every_model_has_its_own_column_and_rows():
     one, two = seen_as([], [0.9] * 2, [0, 1]), seen_as([], [0.6] * 2, [1, 1])
     two.figures.update(nll=0.7, members=2, pairwise_kl=0.3)
-    parts = {part.title: part for part in classifier_section({"a": one, "b": two}).parts}
+    parts = by_title(classifier_section({"a": one, "b": two}))
     table = {row[0]: row[1:] for row in parts["The figures"].table}
     assert (table[""], table["NLL"]) == (["a", "b"], ["0.1000", "0.7000"])
     assert table["KL, earlier from later"] == ["", "0.3000"]
@@ -37,7 +41,7 @@ def test_charts_of_confidence_have_the_figures_of_their_bins():
     seen = replace(
         seen_as([], [0.81, 0.86, 0.72], [0, 1, 0]), ood_confidence=torch.tensor([0.1, 0.1])
     )
-    parts = {part.title: part for part in classifier_section({"m": seen}).parts}
+    parts = by_title(classifier_section({"m": seen}))
     _, points = parts["Is it as sure as it is right?"].chart["layer"]
     rows = [
         {name: pytest.approx(value) for name, value in row.items() if name != "model"}
@@ -61,16 +65,14 @@ def test_charts_of_confidence_have_the_figures_of_their_bins():
 
 def test_the_interval_of_the_calibration_is_in_points():
     seen = seen_as([], [0.9, 0.9, 0.8] * 9, [0, 1, 1] * 9)
-    told = {p.title: p for p in classifier_section({"m": seen}).parts}[
-        "Is it as sure as it is right?"
-    ]
+    told = by_title(classifier_section({"m": seen}))["Is it as sure as it is right?"]
     right = (seen.predicted == seen.labels).double()
     half = 196 * (seen.confidence.double() - right).std().item() / 27**0.5
     assert f"±{half:.1f}), expected calibration error 0.100" in told.text
 
 
 def test_a_difference_below_the_tolerance_is_no_over_confidence():
-    told = {p.title: p for p in classifier_section({"m": seen_as([], [0.995] * 9, [0] * 9)}).parts}
+    told = by_title(classifier_section({"m": seen_as([], [0.995] * 9, [0] * 9)}))
     assert told["Is it as sure as it is right?"].text.startswith("Neither")
 
 
@@ -80,7 +82,7 @@ def test_charts_and_the_table_of_routing_have_the_figures_of_each_layer():
     strong = layer_of([[8, 1, 1, 0], [0, 0, 2, 8]], labels=labels, classes=classes, name="b")
     strong.entropy = torch.arange(20.0)
     seen = seen_as([weak, strong], classes=("ant", "cat", "dog"))
-    parts = {part.title: part for part in routing_section(seen).parts}
+    parts = by_title(routing_section(seen))
     died = parts["Did any expert die?"]
     assert [(row["layer"], row["share"]) for row in died.chart["data"]["values"]] == [
         *(("a", 0.5), ("a", 0.5)),
@@ -192,7 +194,7 @@ def test_figures_of_a_run_are_those_of_their_layers_and_epochs():
             "layers": {"a": layer([0.5] * 2, 0.1, 0.7), "b": layer([0.09] + [0.13] * 7, 0.2, 0.5)},
         },
     ]
-    parts = {part.title: part for part in run_section(Run(epochs=epochs)).parts}
+    parts = by_title(run_section(Run(epochs=epochs)))
     assert "none had less than a tenth" in parts["Is every expert used in training?"].text
     assert "up to 20.0% of a layer's" in parts["How many choices found no place?"].text
     spread = parts["Did the experts come together?"].text

@@ -193,9 +193,7 @@ def test_the_number_of_what_has_no_class_may_be_zero(masked):
 def test_the_command_takes_the_ema_weights_that_are_asked_for(masked):
     name = "vit_tiny_moe"
     plain, ema = (backbone(name) for _ in range(2))
-    file = save_as_train_py(masked / "a.pth", plain, name, num_classes=0, img_size=32)
-    content = torch.load(file, weights_only=False)
-    torch.save({**content, "state_dict_ema": ema.state_dict()}, file)
+    file = save_as_train_py(masked / "a.pth", plain, name, ema=ema, num_classes=0, img_size=32)
     assert main([*command_for(masked, file), "--use-ema", "--ignore-index", str(VOID)]) == 0
     expected = collect_patch_routes(ema, masked_images(masked, ema, None), HERE)
     written = json.loads((masked / "out/routes.json").read_text())["layers"]
