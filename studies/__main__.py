@@ -44,7 +44,19 @@ def main() -> None:
         "--jobs",
         type=_at_least_one,
         metavar="N",
-        help="runs at a time, one thread each (default: cores, on a GPU 1)",
+        help="runs at a time (default: cores / threads, on a GPU 1)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="threads of each run on a CPU (default: 1)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile all trainings on a CPU; the pages tell which were",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
@@ -105,11 +117,14 @@ def _run_all(
     for study in studies:
         try:
             size = study.sizes[args.size]
-            place = Place.of(size, args.output, args.data_dir, args.device)
+            place = Place.of(
+                size, args.output, args.data_dir, args.device, args.threads, args.compile
+            )
             runs += _runs(study, place, args)
         except (FileNotFoundError, FileExistsError, ValueError) as error:
             parser.error(f"{study.name}: {error}")
-    jobs = args.jobs or (os.cpu_count() or 1 if args.device == "cpu" else 1)
+    cores = os.cpu_count() or 1
+    jobs = args.jobs or (max(cores // args.threads, 1) if args.device == "cpu" else 1)
     return work_off(runs, jobs, lambda run: _keep([run], args))
 
 

@@ -1,4 +1,4 @@
-"""Trains, deploys and measures, in one process and one thread for each run.
+"""Trains, deploys and measures, in one process for each run.
 
 A run is a training for one seed with all arms that come from it. Its folder records its state:
 
@@ -35,7 +35,6 @@ from .images import Part, link
 from .measure import Measure
 from .study import Arm, Size, Study, Training, slug
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 #: Seeds between two draws.
 DRAWS = 1000
 
@@ -53,15 +52,27 @@ class Place:
         root: folder of the runs of the setting, with a folder of images for each key.
         images: identity of the images, by their keys.
         device: ``"cpu"`` or ``"cuda"``.
+        threads: number of threads of a run on a CPU.
+        compiles: whether trainings on a CPU are compiled, though their study does not say so.
     """
 
     scripts: Path
     root: Path
     images: dict[str, Part]
     device: str = "cpu"
+    threads: int = 1
+    compiles: bool = False
 
     @classmethod
-    def of(cls, size: Size, folder: Path, data: Path, device: str = "cpu") -> "Place":
+    def of(
+        cls,
+        size: Size,
+        folder: Path,
+        data: Path,
+        device: str = "cpu",
+        threads: int = 1,
+        compiles: bool = False,
+    ) -> "Place":
         """Prepare the folder of a size's setting, with links to its images in ``data``.
 
         Raises:
@@ -73,7 +84,18 @@ class Place:
         root = (folder / size.setting).resolve()
         root.mkdir(parents=True, exist_ok=True)
         parts = {name: link(part, data, root / name) for name, part in size.images.items()}
-        return cls(scripts.resolve(), root, parts, device)
+        return cls(scripts.resolve(), root, parts, device, threads, compiles)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of a run's commands."""
+        threads = str(self.threads)
+        return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+    def versions(self) -> dict[str, str]:
+        """List hardware and versions for the results, and how a run used the CPU."""
+        threads = "one thread" if self.threads == 1 else f"{self.threads} threads"
+        compiled = ", compiled" if self.compiles else ""
+        return versions(self.device, f"{threads} a run{compiled}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +252,7 @@ class Run:
         trained = {
             "seconds": seconds,
             "whole": is_whole,
-            "versions": versions(self.place.device, "one thread a run"),
+            "versions": self.place.versions(),
             "curve": self._curve(),
         }
         write_json(self.folder / "trained.json", trained)
@@ -253,8 +275,10 @@ class Run:
             stated["model"],
             *(["--model-kwargs", *stated["kwargs"]] if stated["kwargs"] else []),
         ]
-        # A training with --val-split test among its options has a curve.
+        # Options of the study come last, so they hold: with --val-split test it has a curve.
         options += ["--val-split", ""]
+        if self.place.compiles:
+            options += ["--torchcompile", "inductor"]
         options += [option.format_map(used) for option in stated["options"]]
         options += self._data_options()
         options += [
@@ -306,7 +330,7 @@ class Run:
         started = time.monotonic()
         print(f"+ {' '.join(command)}", file=log, flush=True)
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ONE_THREAD}
+            command, stdout=log, stderr=subprocess.STDOUT, env=self.place.environment()
         )
         _COMMANDS.add(process.pid)
         try:

@@ -130,6 +130,17 @@ def test_a_killed_run_goes_on_from_its_last_epoch(folder):
 
 @pytest.mark.ci
 @needs_scripts
+def test_a_compiled_run_of_two_threads_is_told_in_its_results(folder):
+    (run,) = make_runs(small_study(Arm("dense", DENSE)), folder)
+    run = replace(run, place=replace(run.place, threads=2, compiles=True))
+    assert work_off([run], 1, id) == []
+    assert run.results()["cost"]["versions"]["device"].endswith(", 2 threads a run, compiled")
+    assert "torchcompile: inductor" in (run.folder / "train" / "args.yaml").read_text()
+    assert run.place.environment().items() >= {"OMP_NUM_THREADS": "2"}.items()
+
+
+@pytest.mark.ci
+@needs_scripts
 def test_an_arm_that_fails_is_told_and_the_others_go_on(folder, capfd):
     wrong = Training("wrong", "ewa", ("share_rate=2",))
     after = Training("after", "dense", uses=(Use("start", wrong),))
