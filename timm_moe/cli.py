@@ -140,7 +140,8 @@ def _show_export(result: Export) -> None:
     """Print what was exported, and how its outputs compare with the source's."""
     show(f"Exported {result.architecture} with {result.parameters:,} parameters to {result.path}.")
     module = registrar(result.architecture)
-    loader = "stock timm" if module is None else f"timm with {module.partition('.')[0]}"
+    package = "this program" if module == "__main__" else (module or "").partition(".")[0]
+    loader = f"timm with {package}" if package else "stock timm"
     difference = result.largest_difference
     compared = f"differ by at most {difference:.3g} from" if difference else "equal"
     source = "the source model's"

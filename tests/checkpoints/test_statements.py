@@ -199,3 +199,23 @@ def test_a_script_that_runs_another_in_its_place_has_models_of_its_own(tmp_path)
     done = run_script(tmp_path / "main.py", "other.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["deep_moe", "deep_moe_b"]
+
+
+def test_the_export_of_a_scripts_own_model_names_no_module(tmp_path):
+    (tmp_path / "main.py").write_text(OWN_MAIN)
+    (tmp_path / "other.py").write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "import timm\n"
+        "from common import SMALL_VIT, save_as_train_py\n"
+        "from timm_moe_cli import main\n"
+        "model = timm.create_model('deep_moe', **SMALL_VIT)\n"
+        "save_as_train_py('a.pth', model, 'deep_moe')\n"
+        "main(['export', 'a.pth', 'deep'])\n"
+        "main(['push', 'deep', 'user/deep', '--license', 'mit', '--dry-run'])\n"
+    )
+    done = run_script(tmp_path / "main.py", "other.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Checked: timm with this program loads it" in done.stdout
+    assert "Loading it needs the program that registered it with timm:" in done.stdout
+    assert "__main__" not in done.stdout

@@ -4,11 +4,13 @@ They do something else in training, or hold something that experts cannot.
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
+from torchvision.ops import StochasticDepth
 
 import timm_moe
 from timm_moe.callbacks import expert_statistics
@@ -206,6 +208,55 @@ def test_each_expert_computes_what_it_would_alone(network, training):
 def test_noise_in_training_is_no_mixing(network):
     model, x = convert(network).train(), torch.randn(3, 5, 8)
     assert not torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize("drop", [DropPath(0.5), nn.Dropout1d(0.5), StochasticDepth(0.5, "row")])
+def test_a_network_that_drops_images_is_told_to_drop_tokens_as_experts(drop, caplog):
+    convert(lambda: Own(drop=drop))
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "blocks.0.mlp.drop dropped whole images" in record.getMessage()
+
+
+@pytest.mark.parametrize("drop", [DropPath(0.0), nn.Dropout(0.5)])
+def test_what_drops_no_images_is_not_warned_of(drop, caplog):
+    convert(lambda: Own(drop=drop))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+class Scaled(Own):
+    """Has a factor that a schedule changes, and an attribute of a name that the layer has too."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.path = 1.0, "of the network"
+
+    def forward(self, x):
+        assert self.path == "of the network"
+        return self.factor * self.plain(x)
+
+
+class ScaledAtOnce(Scaled):
+    only_calls_modules = True
+
+
+@pytest.mark.parametrize("router", ["random", "top_k"])
+@pytest.mark.parametrize("network", [Scaled, ScaledAtOnce])
+def test_an_attribute_that_a_schedule_sets_is_the_experts_too(network, router):
+    model = convert(network, router=router)
+    assert model.blocks[0].mlp.is_grouped == (network is ScaledAtOnce)
+    for network in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for block in network.blocks:
+            block.mlp.factor = 0.0
+        for training in (False, True):
+            assert not network.train(training).blocks[0].mlp(torch.randn(3, 5, 8)).any()
+        assert timm_moe.to_dense(network).blocks[0].mlp.factor == 0
+
+
+def test_a_network_that_keeps_a_tensor_of_a_forward_is_refused():
+    network = Own()
+    network.sparsity = network(torch.randn(3, 8)).mean()
+    with pytest.raises(ValueError, match="its attribute sparsity is a tensor of an earlier forw"):
+        convert(lambda: network)
 
 
 @pytest.mark.parametrize("options", [{}, dict(router="top_k", gate_mode="one")])

@@ -193,6 +193,37 @@ def test_a_classifier_that_was_replaced_gets_its_remedy(ewa_vit, tmp_path):
     assert timm_moe.export_dense(ewa_vit, tmp_path / "vit").largest_difference == 0
 
 
+#: A model that converts itself, so that no name creates its dense form.
+CONVERTS_ITSELF = """
+import timm, timm_moe
+from timm.models import build_model_with_cfg, register_model
+from timm.models.vision_transformer import VisionTransformer
+
+class Converted(VisionTransformer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        timm_moe.convert_to_moe(self)
+
+@register_model
+def converted(pretrained=False, **kwargs):
+    return build_model_with_cfg(Converted, "converted", pretrained, **kwargs)
+
+size = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2)
+try:
+    timm_moe.export_dense(timm.create_model("converted", **size), "vit", model_args=size)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_model_that_converts_itself_gets_its_remedy(tmp_path):
+    done = run_code(CONVERTS_ITSELF, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "experts in blocks.1.mlp.fc1.weight" in done.stdout
+    assert "by note_dense_form, as CONTRIBUTING.md" in done.stdout
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_stem_that_was_replaced_gets_its_remedy(ewa_vit, tmp_path):
     ewa_vit.patch_embed.proj = torch.nn.Conv2d(4, 32, 8, 8)
     with pytest.raises(ValueError, match=r"4 channels as patch_embed\.proj .*in_chans = 4: Given"):

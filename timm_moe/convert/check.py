@@ -43,6 +43,10 @@ _KNOWN = (
     "timm.models.metaformer.StarReLU",
 )
 
+#: Ends of the names of classes that drop whole images at random, in timm, transformers, torch and
+#: torchvision. Experts get rows that belong to no image.
+_DROPS_IMAGES = ("DropPath", "Dropout1d", "StochasticDepth")
+
 #: Largest difference between a row's outputs in two batches, relative to the largest output. It
 #: leaves room for rounding in float32.
 TOLERANCE = 1e-4
@@ -88,6 +92,16 @@ def is_known(network: nn.Module) -> bool:
     kinds = {type(part) for part in network.modules()}
     unknown = (f"{kind.__module__}.{kind.__qualname__}" for kind in kinds.difference(FFN_CLASSES))
     return type(network) in FFN_CLASSES and all(name.startswith(_KNOWN) for name in unknown)
+
+
+def drops_of_images(network: nn.Module) -> list[str]:
+    """Return the names of the parts of a network that drop whole images at random in training."""
+    return [
+        name
+        for name, module in network.named_modules()
+        if type(module).__name__.endswith(_DROPS_IMAGES)
+        and any(getattr(module, rate, 0) for rate in ("drop_prob", "p"))
+    ]
 
 
 def check_weights(path: str, network: nn.Module) -> None:
@@ -143,6 +157,10 @@ def _unfit(network: nn.Module, names: Mapping[int, list[str]]) -> str | None:
     buffer = next(iter(network.named_buffers()), None)
     if buffer is not None:
         return f"it holds a buffer ({buffer[0]}), of which experts would need one each"
+    for module in network.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:  # It cannot be copied.
+                return f"its attribute {name} is a tensor of an earlier forward: delete it first"
     if not any(isinstance(module, nn.Linear) for module in network.modules()):
         return "it has no torch.nn.Linear that tells the width of its rows"
 

@@ -13,7 +13,7 @@ from ..layers.checks import check_integer
 from ..layers.probe import probe
 from ..schedules import check_share_rate, get_schedule
 from .blocks import put, select_blocks
-from .check import check_weights
+from .check import check_weights, drops_of_images
 from .expert_layers import described
 from .find import Modules, find_networks
 from .hooks import add_hooks
@@ -173,6 +173,13 @@ def convert_to_moe(
         layer.train(ffn.training)
         put(model, path, ffn, layer)
     add_hooks(model, layers.values())
+    dropping = [f"{path}.{name}" for path, ffn in chosen.items() for name in drops_of_images(ffn)]
+    if dropping:
+        _logger.warning(
+            "%s dropped whole images in training, and drops single tokens in experts: move it out "
+            "of the network, into its block.",
+            dropping[0],
+        )
     if not hasattr(model, "stock_class"):  # A model that is made by its name needs no word.
         _logger.info(f"{type(model).__name__} has {described(layers.values())}")
     return model

@@ -63,7 +63,11 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         )
     elif module := registrar(architecture):
         modules = [module]
-        needed = f"Loading it needs the module `{module}`, whose import registers it with timm:"
+        needed = (
+            f"Loading it needs the module `{module}`, whose import registers it with timm:"
+            if module != "__main__"
+            else "Loading it needs the program that registered it with timm:"
+        )
     return Facts(
         library="timm",
         architecture=architecture,

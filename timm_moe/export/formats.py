@@ -27,6 +27,7 @@ from ..checkpoints.building import first_problem
 from ..checkpoints.description import ENTRY
 from ..checkpoints.image_settings import own_numbering
 from ..console import describe, shown
+from ..convert.expert_layers import moe_layers
 from ..model_config import (
     change_pretrained_cfg,
     classes_of,
@@ -359,6 +360,12 @@ def load_checked(folder: Path, loader: str) -> nn.Module:
         ) from error
     saved = load_file(folder / "model.safetensors")
     for name, tensor in model.state_dict().items():
+        if name in saved and saved[name].ndim < tensor.ndim and moe_layers(model):
+            raise ValueError(
+                f"{loader} loads a model with experts in {name}, since the model's own code makes "
+                "them: tell the name of its dense form by note_dense_form, as CONTRIBUTING.md "
+                'shows under "Add an expert", or save the state_dict() of timm_moe.to_dense(model).'
+            )
         if name not in saved or not torch.equal(tensor, saved[name].to(tensor)):
             raise ValueError(
                 f"{loader} does not load {name} as it was saved; state what was changed since "
@@ -380,8 +387,9 @@ def _remedy(folder: Path) -> str:
                 f"model.reset_classifier({rows}), or set model.num_classes = {rows}"
             )
     return (
-        "state missing arguments in model_args; modules that were fused, split or pruned since the "
-        "model's creation have none, so export before that"
+        "state missing arguments in model_args; modules that were replaced, fused, split or pruned "
+        "since the model's creation have none, so export before that, or save the state_dict() of "
+        "the model, or of timm_moe.to_dense(model)"
     )
 
 

@@ -78,7 +78,8 @@ class Experts(StackedParameters):
     Parameters keep their names: ``fc1.weight`` of shape (H, D) becomes ``fc1.weight`` of shape (E,
     H, D). Loading a dense state dict gives every expert a copy of it (sparse upcycling), or a part.
     Modules without weights, such as activations and dropouts, are submodules that all experts
-    share; replacing one changes the experts.
+    share; replacing one changes the experts. So does setting an attribute of the network, such as a
+    factor that a schedule changes.
 
     Two methods turn dense networks into experts and back. :meth:`weights_from_dense` makes the
     layer's weights of one network: in the constructor, as a dense state dict is loaded, and in
@@ -165,6 +166,17 @@ class Experts(StackedParameters):
         # Two layers may take the rows (SwiGLU). Their gradients are to be summed in the type of the
         # rows, so that these are not cast before.
         self._casts_rows = self._ends_linear and self.is_grouped and len(matrices) == 2
+        # Names of the network's own attributes, which the layer does not use for itself.
+        self._attributes = {
+            name for name in vars(self._ffn) if name[0] != "_" and not hasattr(self, name)
+        }.difference(LATER)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in vars(self).get("_attributes", ()):
+            for network in (self._ffn, self._grouped):
+                if network is not None:
+                    setattr(network, name, value)
 
     def are_copies_of(self, ffn: nn.Module) -> bool:
         """Tell if the experts are copies or parts of networks of this one's classes and shapes."""
