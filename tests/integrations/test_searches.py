@@ -161,6 +161,7 @@ def test_lightnings_tuner(lightning_run, kind, search, caplog):
     else:
         assert Tuner(fit).scale_batch_size(module, mode="power") == 8
     assert not {"training_step", "on_train_start"} & set(vars(module))
+    assert ExpertWeightAveraging.of(fit.optimizers[0]) is None
     assert_fits(module, fit, caplog)
 
 

@@ -155,6 +155,7 @@ def test_one_callback_trains_within_the_run_of_another_model(tmp_path):
     run.train()
     assert run.optimizer.param_groups[0]["ewa_updates"] == 4
     assert spread(model) < 1e-6
+    assert timm_moe.ExpertWeightAveraging.of(run.optimizer) is None
 
 
 def by_its_class(model, optimizer):
@@ -240,8 +241,26 @@ class LossOnTop(transformers.Trainer):
     A user does so who knows of no callback.
     """
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        return super().compute_loss(model, inputs, *args, **kwargs) * 1.0
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (loss * 1.0, outputs) if return_outputs else loss * 1.0
+
+
+class WithoutItems(transformers.Trainer):
+    """Counts no items, as for labels of objects; so it divides the loss of a model itself."""
+
+    def get_batch_samples(self, *args):
+        return super().get_batch_samples(*args)[0], None
+
+
+class Dividing(transformers.Trainer):
+    """Divides the mean that its ``compute_loss_func`` returns."""
+
+    loss_is_scaled_for_ga = False
+
+
+def mean_loss(outputs, labels, num_items_in_batch):
+    return F.cross_entropy(outputs["logits"], labels)
 
 
 WAYS = {
@@ -250,6 +269,8 @@ WAYS = {
     "compute_loss_func": dict(compute_loss_func=summed_loss),
     "a loss of its own": dict(trainer_class=OwnLoss),
     "a loss on top": dict(trainer_class=LossOnTop),
+    "no number of items": dict(trainer_class=WithoutItems),
+    "a mean": dict(trainer_class=Dividing, compute_loss_func=mean_loss),
 }
 
 
@@ -262,6 +283,7 @@ WAYS = {
         for kind in ("ViT", "timm")
         for way in WAYS
         if (kind, way) != ("timm", "a loss of its own")
+        and (way != "a mean" or hasattr(transformers.Trainer, "loss_is_scaled_for_ga"))
     ],
 )
 def test_the_routers_losses_have_their_weight(kind, way, accumulation, tmp_path):
@@ -340,7 +362,7 @@ def test_losses_of_a_forward_that_nobody_adds_are_told(tmp_path, caplog):
     assert "some forwards were not added" in caplog.text
 
 
-def test_without_the_callback_trainer_is_what_it_was(tmp_path):
+def test_without_the_callback_trainer_is_what_it_was(tmp_path, caplog):
     run = trainer(native("ViT", router="top_k"), tmp_path, callbacks=[])
     with pytest.raises(RuntimeError, match="losses were not added"):
         run.train()
@@ -348,7 +370,9 @@ def test_without_the_callback_trainer_is_what_it_was(tmp_path):
         transformers.ViTConfig(**VIT, intermediate_size=64)
     )
     run = trainer(dense, tmp_path, max_steps=2)  # with the callback, without experts
-    run.train()
+    with caplog.at_level("WARNING", "timm_moe"):
+        run.train()
+    assert "has no expert layers" in caplog.text
     assert not any(
         name.startswith(("router/", "ewa/")) for logs in run.state.log_history for name in logs
     )
@@ -503,21 +527,31 @@ def test_nothing_is_left_after_an_interrupted_run(tmp_path):
     assert list(run.model._load_state_dict_pre_hooks) == hooks
 
 
+def test_before_a_run_has_an_optimizer_the_averaging_of_another_model_is_left_alone(tmp_path):
+    other = native("ViT")
+    optimizer = torch.optim.SGD(other.parameters())
+    averaging = by_its_class(other, optimizer)
+    run = trainer(native("ViT"), tmp_path)
+    run.train_dataset = None
+    run.log({"loss": 1.0})
+    with pytest.raises(ValueError, match="train_dataset"):
+        run.train()
+    assert timm_moe.ExpertWeightAveraging.of(optimizer) is averaging
+
+
 def test_only_the_models_own_files_are_loaded(tmp_path):
     model = native("ViT", router="top_k")
-    model.save_pretrained(tmp_path)
-    save_file(
-        {"vit.embeddings.cls_token": torch.zeros(1, 1, 32)}, tmp_path / "model_ema.safetensors"
-    )
-    fresh = native("ViT", router="top_k")
-    torch.nn.init.zeros_(fresh.vit.embeddings.cls_token)
-    load_experts(fresh, tmp_path)
-    assert torch.equal(fresh.vit.embeddings.cls_token, model.vit.embeddings.cls_token)
+    model.save_pretrained(tmp_path / "whole")
     model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
-    load_experts(fresh, tmp_path / "parts")
-    assert all(
-        torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True)
-    )
+    for folder in (tmp_path / "whole", tmp_path / "parts"):
+        of_others = {"vit.embeddings.cls_token": torch.zeros(1, 1, 32)}
+        save_file(of_others, folder / "model_ema.safetensors")
+        fresh = native("ViT", router="top_k")
+        torch.nn.init.zeros_(fresh.vit.embeddings.cls_token)
+        load_experts(fresh, folder)
+        assert all(
+            torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True)
+        )
 
 
 def test_the_schedule_ends_with_a_run_that_accumulates_gradients(tmp_path):

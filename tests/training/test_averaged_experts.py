@@ -46,7 +46,7 @@ def test_frozen_experts_stay_where_they_are(ewa_vit, caplog):
     before = values(ewa_vit)
     still_step(ewa_vit, optimizer)
     assert moved(ewa_vit, before) == set()
-    assert averaging.updates == 3
+    assert (averaging.updates, averaging.share_rate) == (3, 0)
     assert not caplog.messages
 
 
@@ -98,6 +98,15 @@ def test_experts_that_are_all_frozen_first_are_averaged_once_they_come(ewa_vit, 
     assert "averaging the" in caplog.text
     state = optimizer.state_dict()
     assert [int(group["ewa_updates"]) for group in state["param_groups"]] == [2, 2]
+
+
+def test_who_trains_no_experts_beyond_the_end_hears_nothing(ewa_vit, caplog):
+    ewa_vit.blocks.requires_grad_(False)
+    optimizer = torch.optim.SGD(ewa_vit.head.parameters(), lr=0.1)
+    ExpertWeightAveraging(ewa_vit, optimizer, total_updates=1)
+    for _ in range(3):
+        still_step(ewa_vit.head, optimizer)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("way", ["class", "function"])
@@ -161,15 +170,23 @@ def test_a_teacher_under_no_grad_keeps_its_experts(ewa_vit):
 
 
 def test_a_step_that_frees_its_gradients_is_averaged(ewa_vit):
-    class Freeing(torch.optim.SGD):
+    class Freeing(torch.optim.Optimizer):
         def step(self, closure=None):
-            super().step(closure)
             self.zero_grad()
 
-    optimizer = Freeing(apart(ewa_vit).parameters(), lr=0.1)
+    optimizer = Freeing(apart(ewa_vit).parameters(), {"lr": 0.1})
     ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=3)
     still_step(ewa_vit, optimizer)
     assert max(spreads(ewa_vit).values()) < 1e-5
+
+
+def test_gradients_that_a_closure_computes_count(ewa_vit, caplog):
+    """No gradient is there as the first step begins, as with LBFGS."""
+    optimizer = torch.optim.SGD(apart(ewa_vit).parameters(), lr=1e-3)
+    ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=3)
+    optimizer.step(lambda: ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward())
+    assert max(spreads(ewa_vit).values()) < 1e-5
+    assert not caplog.messages
 
 
 def test_a_run_without_an_end_that_trains_no_experts_is_no_error(ewa_vit):
@@ -185,9 +202,10 @@ def test_what_two_layers_share_is_averaged_once_at_the_rate_of_the_first(ewa_vit
         layer.share_rate, layer.share_schedule = rate, "constant"
     second.fc1.weight = first.fc1.weight
     optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
-    ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, total_updates=2)
     old = first.fc1.weight.detach().clone()
     still_step(ewa_vit, optimizer)
+    assert averaging.share_rate == rates[0]
     new = first.fc1.weight.detach()
     torch.testing.assert_close(new - new.mean(0), (1 - 4 / 3 * rates[0]) * (old - old.mean(0)))
     timm_moe.average_experts_(ewa_vit, 0.3)

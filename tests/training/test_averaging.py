@@ -235,6 +235,7 @@ def test_several_models_in_one_process_do_not_touch_each_other(ewa_vit):
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
     train_step(other, other_optimizer, 0)
     assert (averaging.updates, other_averaging.updates) == (1, 1)
+    assert other_averaging.share_rate == 0
     assert spread(other) > 1e-3
 
 
@@ -401,10 +402,14 @@ def test_a_state_that_was_taken_keeps_its_count(ewa_vit):
 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_the_count_of_a_loaded_state_goes_on(ewa_vit, capturable):
-    """The count is another tensor than the loaded one where a step can be captured."""
+    """The count is another tensor than the loaded one where a step can be captured.
+
+    The first group alone says that it can.
+    """
     optimizer = in_groups(ewa_vit)
     optimizer.param_groups[0]["capturable"] = capturable
     averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "linear", total_updates=10)
+    count = optimizer.param_groups[0][UPDATES]
     train_step(ewa_vit, optimizer, 0)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(state)
@@ -413,6 +418,7 @@ def test_the_count_of_a_loaded_state_goes_on(ewa_vit, capturable):
         assert averaging.updates == step + 1
     assert averaging.share_rate == pytest.approx(0.3)
     assert [int(group[UPDATES]) for group in optimizer.param_groups] == [4] * 4
+    assert (optimizer.param_groups[0][UPDATES] is count) == capturable
 
 
 @pytest.mark.parametrize("counting", [0, -1])
@@ -443,7 +449,7 @@ def test_a_state_with_another_count_is_resumed(ewa_vit, loaded_first, counting):
     )
 
 
-def test_a_stated_position_holds_whatever_the_state_counts(ewa_vit):
+def test_a_stated_position_holds_whatever_the_state_counts(ewa_vit, caplog):
     """A run on fewer processes goes on in the midst of its schedule, which has more steps now."""
     optimizer = torch.optim.AdamW(ewa_vit.parameters())
     timm_moe.start_averaging(ewa_vit, optimizer, total_updates=4)
@@ -455,6 +461,7 @@ def test_a_stated_position_holds_whatever_the_state_counts(ewa_vit):
     assert averaging.updates == 20
     train_step(ewa_vit, resumed, 2)
     assert averaging.share_rate == pytest.approx(0.3 * 21 / 40)
+    assert not caplog.messages
 
 
 def test_a_run_that_begins_at_each_epoch_is_told_of(ewa_vit, caplog):
@@ -479,6 +486,30 @@ def test_a_state_of_uncounted_steps_is_told_of(ewa_vit, updates, caplog):
     still_step(ewa_vit, optimizer)
     assert averaging.updates == updates + 1
     assert ("took steps that nobody counted" in caplog.text) == (updates == 0)
+    assert "no count of updates" not in caplog.text
+
+
+def test_a_run_may_begin_with_an_optimizer_that_has_stepped(ewa_vit, caplog):
+    """Its first steps trained the model without averaging."""
+    optimizer = torch.optim.AdamW(ewa_vit.parameters())
+    for _ in range(2):
+        still_step(ewa_vit, optimizer)
+    averaging = timm_moe.start_averaging(ewa_vit, optimizer, total_updates=10)
+    still_step(ewa_vit, optimizer)
+    assert averaging.updates == 1
+    assert "took steps that nobody counted" not in caplog.text
+
+
+def test_a_state_with_a_count_is_not_told_of(ewa_vit, caplog):
+    first, optimizer = (torch.optim.AdamW(ewa_vit.parameters()) for _ in range(2))
+    for each in (first, optimizer):
+        averaging = ExpertWeightAveraging(ewa_vit, each, total_updates=10)
+    for _ in range(2):
+        still_step(ewa_vit, first)
+    optimizer.load_state_dict(first.state_dict())
+    still_step(ewa_vit, optimizer)
+    assert averaging.updates == 3
+    assert not caplog.messages
 
 
 def test_two_models_of_an_optimizer_are_started_at_once(ewa_vit):
@@ -491,6 +522,26 @@ def test_two_models_of_an_optimizer_are_started_at_once(ewa_vit):
     timm_moe.start_averaging(models, optimizer, total_updates=1)
     still_step(models, optimizer)
     assert [spread(model) for model in models] == pytest.approx([0.6 * before] * 2)
+
+
+def test_a_run_may_leave_out_a_model_that_the_optimizer_does_not_train(ewa_vit):
+    models = nn.ModuleList([ewa_vit, copy.deepcopy(ewa_vit)])
+    optimizer = torch.optim.SGD(ewa_vit.parameters(), lr=0.1)
+    timm_moe.start_averaging(models, optimizer, total_updates=1)
+    averaging = timm_moe.start_averaging(ewa_vit, optimizer, total_updates=1)
+    assert ExpertWeightAveraging.of(optimizer) is averaging
+
+
+def test_steps_add_no_hooks(ewa_vit):
+    """Each would make all later steps slower."""
+    optimizer, averaging = averaged(ewa_vit)
+    hooks = optimizer._optimizer_step_post_hooks
+    before = len(hooks)
+    for _ in range(3):
+        still_step(ewa_vit, optimizer)
+    assert len(hooks) == before
+    averaging.remove()
+    assert len(hooks) == before - 1
 
 
 def test_steps_far_beyond_the_end_are_told_of_once(ewa_vit, caplog):

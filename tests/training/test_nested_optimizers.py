@@ -136,6 +136,57 @@ def test_an_optimizer_that_computes_experts_from_their_first_values_is_refused(e
         by_closure(ewa_vit, optimizer, 0)
 
 
+class Several(torch.optim.Optimizer):
+    """Steps by optimizers of parts of its parameters, and has their groups or groups of its own."""
+
+    def __init__(self, parts, are_own=True):
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {"lr": 0.05})
+        self.parts = parts
+        if not are_own:
+            self.param_groups = groups
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+@pytest.mark.parametrize("way", ["own groups", "the same groups", "nested"])
+def test_steps_of_the_optimizers_in_a_list_are_parts_of_one_step(ewa_vit, caplog, way):
+    parts = [
+        torch.optim.SGD([p for p in ewa_vit.parameters() if (p.ndim > 2) == is_large], lr=0.05)
+        for is_large in (False, True)
+    ]
+    optimizer = Several([Several(parts)] if way == "nested" else parts, way != "the same groups")
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=3)
+    for update in range(2):
+        backward(ewa_vit, optimizer, update)
+        optimizer.step()
+        assert averaging.updates == update + 1
+        assert spread(ewa_vit) < 1e-6
+    assert not caplog.messages
+
+
+class Hidden(SAM):
+    """Has its base where nobody looks for it."""
+
+    @property
+    def base_optimizer(self):
+        return self.held["base"]
+
+    @base_optimizer.setter
+    def base_optimizer(self, base):
+        self.held = {"base": base}
+
+
+def test_a_step_of_an_optimizer_with_the_same_groups_is_a_part_of_the_outer_step(ewa_vit):
+    optimizer = Hidden(ewa_vit.parameters(), torch.optim.SGD, lr=0.05)
+    averaging = ExpertWeightAveraging(ewa_vit, optimizer, 0.75, "constant", total_updates=3)
+    for update in range(2):
+        by_closure(ewa_vit, optimizer, update)
+        assert averaging.updates == update + 1
+
+
 @pytest.mark.parametrize(
     "outer", [Lookahead, lambda inner: SAM(inner.param_groups, torch.optim.SGD, lr=0.05)]
 )

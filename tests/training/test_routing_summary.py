@@ -19,6 +19,7 @@ from timm_moe.callbacks import add_router_losses, expert_statistics, start_avera
 from timm_moe.layers import RecordingRouter
 from timm_moe.layers.router_totals import KEPT, Reader
 from timm_moe.training import router_losses
+from timm_moe.training.loop import start_or_resume
 
 
 def test_summary_of_a_loop():
@@ -247,17 +248,21 @@ def test_calls_of_a_layer_that_blocks_share_are_summed():
     assert timm_moe.routing_summary(model)["blocks.0.mlp"].load == pytest.approx([0.5] * 2, abs=0.4)
 
 
-@pytest.mark.parametrize("by_timm", [False, True])
-def test_a_run_that_begins_has_no_statistics_of_an_earlier_one(by_timm):
-    model = routed_model()
+@pytest.mark.parametrize("way", ["own loop", "timm", "trainer", "trainer, own averaging"])
+def test_a_run_that_begins_has_no_statistics_of_an_earlier_one(way):
+    model = routed_model(share_rate=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way == "trainer, own averaging":
+        timm_moe.ExpertWeightAveraging(model, optimizer, total_updates=2)
     model(batch()[0])
     timm_moe.auxiliary_loss(model)
     model(batch()[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if by_timm:
+    if way == "timm":
         timm.scheduler.create_scheduler_v2(optimizer, num_epochs=1, updates_per_epoch=2)
-    else:
+    elif way == "own loop":
         start_averaging(model, optimizer, total_updates=2)
+    else:
+        start_or_resume(model, optimizer, total_updates=2, steps=0)
     assert expert_statistics(model) == {}
     assert timm_moe.auxiliary_loss(model) == 0
 
