@@ -495,7 +495,8 @@ def test_only_fit_takes_the_random_state_of_a_checkpoint(tmp_path):
 
 
 def trainer_on(device):
-    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(strategy=strategy, callbacks=[])
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
@@ -705,6 +706,15 @@ def test_of_several_optimizers_the_rate_is_logged_of_the_one_that_averages():
     fit = trainer()
     fit.fit(Thawing(), loader())
     assert fit.callback_metrics["ewa/share_rate"] == pytest.approx(0.3)
+
+
+def test_two_callbacks_are_as_one():
+    one, two = Classifier(*ROUTED), Classifier(*ROUTED)
+    trainer(Seed()).fit(one, loader())
+    fit = trainer(Seed(), ExpertCallback())
+    fit.fit(two, loader())
+    assert largest_difference(one, two) == 0
+    assert not {"training_step", "on_train_start"} & set(vars(two))
 
 
 def test_fast_dev_run():

@@ -81,9 +81,12 @@ class ExpertCallback(Callback):
         self._device = trainer.strategy.root_device
         self._run.close()
         self._run.callback(self._trial.close)
+        # A second callback would wrap the hooks of the first, and put those back at its end.
+        callbacks = [each for each in trainer.callbacks if isinstance(each, ExpertCallback)]
+        is_first = callbacks[:1] == [self]
         wrappers = {"on_train_start": self._start, "training_step": _with_router_losses}
         for name, function in wrappers.items():
-            if self._fitting and hasattr(pl_module, name):
+            if self._fitting and is_first and hasattr(pl_module, name):
                 self._wrap(pl_module, name, function)
 
     def _start(self, pl_module: LightningModule, on_train_start: Any) -> None:

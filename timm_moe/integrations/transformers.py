@@ -138,7 +138,7 @@ def _take_saved_names(model: Any, state_dict: dict[str, Tensor], *args: Any) -> 
     names = {id(tensor): name for name, tensor in own.items()}
     for saved, tensor in revert_weight_conversion(model, own).items():
         name = names.get(id(tensor))
-        if name is not None and name != saved and saved in state_dict:
+        if name is not None and saved in state_dict:
             state_dict[name] = state_dict.pop(saved)
 
 
