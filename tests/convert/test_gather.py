@@ -52,6 +52,11 @@ def test_methods_match_the_golden_file(case, method, name):
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 0.9, 1.0])
 def test_svd_matches_the_golden_file(case, ratio):
     check(singular_values(stacked(case), ratio), case, f"svd{ratio}")
+    check(get_method("svd", ratio)(stacked(case)), case, f"svd{ratio}")
+
+
+def test_the_ratio_of_svd_is_three_quarters_by_default(case):
+    check(get_method("svd")(stacked(case)), case, "svd0.75")
 
 
 def test_svd_of_bfloat16_is_computed_in_float32_and_rounded_once():

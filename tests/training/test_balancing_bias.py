@@ -231,6 +231,16 @@ def test_it_survives_saving_half_precision_averages_and_copies():
     assert "blocks.1.mlp.router.balancing_bias.steps" in model.state_dict()
 
 
+def test_a_copy_has_no_choices_and_no_group_of_processes():
+    bias = BalancingBias(2, 0.001)
+    bias.count(torch.tensor([3, 1]))
+    bias.process_groups = ("a group",)
+    other = copy.deepcopy(bias)
+    assert other.load is None
+    assert other.process_groups is None
+    assert bias.load.tolist() == [3, 1]
+
+
 @pytest.mark.parametrize("frozen", ["the router", "all but the head"])
 def test_a_frozen_router_goes_on_as_it_was(frozen):
     model, images = make_model(), torch.randn(2, 3, 32, 32)
@@ -321,20 +331,77 @@ def worker_alone(rank, folder):
 
 
 def worker_in_pairs(rank, folder):
-    """Two processes of one group and one of another: the group is that of the wrapper."""
+    """Two processes of one group and one of another.
+
+    The group is that of the wrapper around the model, or it is named where there is none.
+    """
     join_group(rank, folder, processes=3)
+    told = messages_of_the_package()
     pair, single = torch.distributed.new_group([0, 1]), torch.distributed.new_group([2])
-    model = make_model()
+    own = single if rank == 2 else pair
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    expected = signs(loads(model, images[4:] if rank == 2 else images[:4]))
-    wrapped = nn.parallel.DistributedDataParallel(
-        model, process_group=single if rank == 2 else pair
+    expected = signs(loads(make_model(), images[4:] if rank == 2 else images[:4]))
+
+    def named(model, process_group):
+        for bias in biases(model):
+            bias.process_groups = (process_group,)
+        return model
+
+    ddp = nn.parallel.DistributedDataParallel
+    for wrap in (ddp, named):
+        model = make_model()
+        around = [ddp(nn.Linear(1, 1)), wrap(model, process_group=own), ddp(nn.Linear(1, 1))]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        around[1](images[2 * rank : 2 * rank + 2]).sum().backward()
+        optimizer.step()
+        assert steps(model) == expected, (wrap, steps(model), expected)
+    assert not told
+    os._exit(0)
+
+
+def worker_of_fsdp1(rank, folder, keeps_parameters, message):
+    """By default FSDP1 leaves a router no parameter."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    join_group(rank, folder)
+    told = messages_of_the_package()
+    model = FullyShardedDataParallel(
+        make_model(), use_orig_params=keeps_parameters, device_id=torch.device("cpu")
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped(images[2 * rank : 2 * rank + 2]).sum().backward()
-    optimizer.step()
-    assert steps(model) == expected, (steps(model), expected)
+    for _ in range(2):
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+        optimizer.step()
+    assert len(told) == 1, told
+    assert message in told[0]
     os._exit(0)
+
+
+@needs_processes
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("keeps_parameters", "message"), [(False, "do not move"), (True, "of this process alone")]
+)
+def test_biases_under_fsdp1_are_told_of(keeps_parameters, message, tmp_path):
+    run_ranks(worker_of_fsdp1, (str(tmp_path), keeps_parameters, message), 2)
+
+
+def worker_of_one(rank, folder):
+    join_group(rank, folder, processes=1)
+    told = messages_of_the_package()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    assert any(map(any, steps(model)))
+    assert not told
+    os._exit(0)
+
+
+@needs_processes
+@pytest.mark.ci
+def test_a_group_of_one_process_leaves_none_out(tmp_path):
+    run_ranks(worker_of_one, (str(tmp_path),), 1)
 
 
 @needs_processes
@@ -356,20 +423,34 @@ def test_the_choices_of_all_processes_count(tmp_path):
 
 
 def worker_of_meshes(rank, folder):
-    """FSDP2 spreads a model over all processes of its mesh, which has two dimensions for HSDP."""
+    """FSDP2 spreads a model over all processes of its mesh, which has two dimensions for HSDP.
+
+    Experts may be spread over a mesh of their own. It counts where the router has none.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     join_group(rank, folder)
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     expected = signs(loads(make_model(), images))
-    for shape in ((2,), (1, 2), (2, 1)):
-        names = ("replicate", "shard")[: len(shape)]
-        model = fully_shard(make_model(), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meshes = [
+        init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[: len(shape)])
+        for shape in ((2,), (1, 2), (2, 1))
+    ]
+    whole, _, in_two = meshes
+    of_one = timm_moe.parallelize_experts(make_model(), in_two["shard"])
+    models = [
+        *(fully_shard(make_model(), mesh=mesh) for mesh in meshes),
+        fully_shard(
+            of_one, mesh=whole, ignored_params=set(timm_moe.expert_parameters(of_one).values())
+        ),
+        timm_moe.parallelize_experts(make_model(), whole),
+    ]
+    for number, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         model(images[2 * rank : 2 * rank + 2]).sum().backward()
         optimizer.step()
-        assert steps(model) == expected, (shape, steps(model), expected)
+        assert steps(model) == expected, (number, steps(model), expected)
     os._exit(0)
 
 

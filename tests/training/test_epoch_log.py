@@ -14,6 +14,7 @@ from timm.utils import update_summary
 from torch import nn
 
 import timm_moe
+from timm_moe import RoutingSummary
 from timm_moe.training.epoch_log import FILE, read_epochs, relative_distance_to_mean
 
 
@@ -106,6 +107,8 @@ DAMAGED = (
         '{"epochs": [{}]}',
         '{"epochs": [{"epoch": null}]}',
         '{"epochs": [{"epoch": 0}]}',
+        '{"epochs": [{"epoch": "0", "share_rate": null, "layers": {}}]}',
+        '{"epochs": [{"epoch": 0, "share_rate": "0", "layers": {}}]}',
     ),
 )
 
@@ -121,6 +124,24 @@ def test_a_damaged_file_is_told_and_ends_no_run(text, tmp_path, caplog):
     assert all("is damaged" in record.message for record in told)
     assert len(told) == 2  # one for each epoch
     assert (tmp_path / FILE).read_text() == text
+
+
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    (tmp_path / FILE).mkdir()
+    run("vit_tiny_ewa_moe", tmp_path, 1)
+    assert f"statistics of epoch 0 are not in {tmp_path / FILE}" in caplog.text
+
+
+def test_an_entry_is_of_its_epoch_alone_as_the_log_is(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        run("vit_tiny_moe", tmp_path, 2)
+    written = []
+    for entry in read_epochs(tmp_path):
+        for path, layer in entry["layers"].items():
+            layer.pop("spread")
+            written.append(f"Routing in {path}: {RoutingSummary(**layer)}.")
+    assert written == [line for line in caplog.messages if line.startswith("Routing in")]
+    assert len(set(written)) == 4
 
 
 def test_the_spread_is_the_relative_distance_from_the_mean(ewa_vit):

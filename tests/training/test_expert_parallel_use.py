@@ -105,7 +105,10 @@ def test_each_process_computes_its_own_experts_in_equal_slots(tmp_path):
 
 
 def empty_worker(rank, folder):
-    """A process without images does not stop the other, whatever the form of the experts' input."""
+    """A process without images does not stop the other, whatever the form of the experts' input.
+
+    A copy of the layer computes the same.
+    """
     join_group(rank, folder)
     torch.manual_seed(0)
     layer = MoeMlp(Mlp(5, 6), ExpertChoiceRouter(5, 4, noise_std=0.0), "independent")
@@ -117,6 +120,7 @@ def empty_worker(rank, folder):
             y = layer(x)
             y.sum().backward()
         torch.testing.assert_close(y, whole(x))
+    torch.testing.assert_close(copy.deepcopy(layer)(x), whole(x))
     torch.distributed.destroy_process_group()
 
 
@@ -166,20 +170,43 @@ def test_ewa_in_two_dimensions(tmp_path, held, is_placed):
 def evaluation_worker(rank, folder):
     """Each process has batches of another size.
 
-    They run in inference mode, as timm_moe.analysis evaluates.
+    They run in inference mode, as timm_moe.analysis evaluates. A process may hold all experts, too.
     """
     join_group(rank, folder)
     images, _ = batch()
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("efsdp", "ep"))["ep"]
     for name in (EWA, ROUTED):
         reference = make(name).eval()
-        model = parallelized(copy.deepcopy(reference))
+        models = [
+            parallelized(copy.deepcopy(reference)),
+            timm_moe.parallelize_experts(copy.deepcopy(reference), alone),
+        ]
         with torch.inference_mode():
-            torch.testing.assert_close(model(images[rank:]), reference(images[rank:]))
+            for model in models:
+                torch.testing.assert_close(model(images[rank:]), reference(images[rank:]))
     torch.distributed.destroy_process_group()
 
 
 def test_evaluation_in_inference_mode(tmp_path):
     run_ranks(evaluation_worker, (str(tmp_path),), 2)
+
+
+def low_precision_worker(rank, folder):
+    """A sum of the four experts in bfloat16 would be 256, as 257 is no bfloat16."""
+    join_group(rank, folder, 4)
+    layer = EwaMlp(Mlp(5, 6), RandomPartition(4)).bfloat16().eval()
+    with torch.no_grad():
+        layer.fc2.weight.zero_()
+        layer.fc2.bias.copy_(torch.tensor([256, 1, 1, 1]).unsqueeze(1))
+    timm_moe.parallelize_experts(nn.ModuleDict({"mlp": layer}), init_device_mesh("cpu", (4,)))
+    y = layer(torch.zeros(1, 2, 5, dtype=torch.bfloat16))
+    assert torch.equal(y, torch.full_like(y, 259 / 4))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ci
+def test_the_mean_of_experts_in_bfloat16_is_rounded_once(tmp_path):
+    run_ranks(low_precision_worker, (str(tmp_path),), 4)
 
 
 def gradients_worker(rank, folder, processes):
@@ -227,11 +254,14 @@ def refusals(rank, folder):
     with pytest.raises(ValueError, match=message):
         timm_moe.parallelize_experts(pruned, mesh)
     assert not any(hasattr(parameter, "placements") for parameter in pruned.parameters())
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = timm.create_model("vit_tiny_patch16_224", **{**SMALL_VIT, "depth": 2})
+    older = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    timm_moe.convert_to_moe(model, num_experts=4)
+    older.append(torch.optim.SGD(model.parameters(), lr=0.1))
     parallelized(model)
-    with pytest.raises(ValueError, match=r"older.*blocks\.1\.mlp.*parallelize_experts"):
-        step(model, optimizer, slice(4))
+    for optimizer in older:
+        with pytest.raises(ValueError, match=r"older.*blocks\.1\.mlp.*parallelize_experts"):
+            step(model, optimizer, slice(4))
     for name in (EWA, ROUTED):
         model = timm_moe.parallelize_experts(make(name).eval(), mesh)
         with pytest.raises(RuntimeError, match=r"exported.*get_model_state_dict"):

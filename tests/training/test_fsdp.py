@@ -317,6 +317,13 @@ def test_experts_are_cut_along_their_largest_other_dimension(ewa_vit):
     assert place(nn.Parameter(torch.zeros(4, 128, 32))) is None
 
 
+def test_a_number_of_each_expert_has_no_other_dimension():
+    network = Mlp(5, 6)
+    network.register_parameter("gain", nn.Parameter(torch.tensor(0.5)))
+    layer = EwaMlp(network, RandomPartition(4))
+    assert expert_placement(nn.Sequential(layer))(layer.gain) is None
+
+
 @pytest.mark.ci
 def test_the_example(tmp_path):
     example = ROOT / "examples" / "fsdp_loop.py"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import timm_moe
+from timm_moe.layers import RecordingRouter
 from timm_moe.layers.router_totals import KEPT
 
 
@@ -337,6 +338,32 @@ def test_a_frozen_router_trains_no_layer_before_it():
     optimizer.step()
     model(images)
     assert not timm_moe.auxiliary_loss(model).requires_grad
+
+
+def record_a_loss(router):
+    router.record({"size": torch.ones(3, requires_grad=True).sum()}, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("trained", [(), (True, False)])
+def test_losses_are_due_unless_a_router_has_parameters_and_all_are_frozen(trained):
+    router = RecordingRouter(2, {"size": 0.5})
+    for number, is_trained in enumerate(trained):
+        router.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1), is_trained))
+    record_a_loss(router)
+    (record,) = router.records
+    assert record.weighted_loss == 1.5
+    assert router.has_pending_losses()
+
+
+def test_losses_that_were_passed_by_and_then_added_are_no_sign_that_nobody_adds_them():
+    router = RecordingRouter(2, {"size": 0.5})
+    record_a_loss(router)
+    router.end_other_step()
+    assert len(router.take()) == 1
+    record_a_loss(router)
+    record_a_loss(router)
+    router.end_other_step()
+    assert len(router.take()) == 2
 
 
 @pytest.mark.filterwarnings("error")

@@ -50,6 +50,16 @@ def test_what_is_repeated_before_the_losses_were_asked_for_does_not_count():
     )
 
 
+def test_a_call_that_finds_no_losses_leaves_a_repetition_one():
+    images, _ = batch()
+    model = routed_model()
+    y = checkpoint(model, images, use_reentrant=False)
+    loss = timm_moe.auxiliary_loss(model)
+    assert timm_moe.auxiliary_loss(model) == 0  # for a log
+    (y.sum() + loss).backward()
+    assert timm_moe.auxiliary_loss(model) == 0
+
+
 def test_recomputation_in_backward_leaves_no_record():
     images, targets = batch()
     model = routed_model()

@@ -59,6 +59,22 @@ def test_a_task_may_add_the_losses_of_each_forward_by_itself():
     assert timm_moe.auxiliary_loss(model) == 0
 
 
+@pytest.mark.ci
+def test_a_task_of_compiled_blocks_may_train_each_forward_by_itself():
+    images, _ = batch()
+    model = routed_model()
+    views = (images, images.flip(3))
+    expected = [losses_by_hand(copy.deepcopy(model), view)[1] for view in views]
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with router_losses.collecting_losses(model):
+        for view, loss in zip(views, expected, strict=True):
+            model(view)
+            added = timm_moe.auxiliary_loss(model)
+            torch.testing.assert_close(added, loss)
+            added.backward()
+
+
 def test_a_task_in_a_task_adds_them_once():
     images, targets = batch()
     model = routed_model()

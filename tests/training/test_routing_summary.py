@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import timm_moe
 from timm_moe.callbacks import add_router_losses, expert_statistics, start_averaging
 from timm_moe.layers import RecordingRouter
-from timm_moe.layers.router_totals import KEPT, Reader
+from timm_moe.layers.router_totals import KEPT, Reader, RouterRecord, RouterTotals
 from timm_moe.training import router_losses
 from timm_moe.training.loop import start_or_resume
 
@@ -168,6 +168,22 @@ def test_losses_that_come_and_go_are_means_over_the_forwards_that_had_them(forwa
             timm_moe.auxiliary_loss(model)
     summary = timm_moe.routing_summary(model)["blocks.1.mlp"]
     assert summary.losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("forwards", [1, KEPT + 1])
+@pytest.mark.parametrize(
+    ("load", "dropped", "shares"), [([3, 1], 0.25, [0.75, 0.25]), ([0, 0], 0, [0, 0])]
+)
+def test_dropped_choices_of_all_forwards_count_and_a_batch_may_be_empty(
+    forwards, load, dropped, shares
+):
+    totals = RouterTotals()
+    for _ in range(forwards):
+        totals.add(RouterRecord({}, None, torch.tensor([load]), capacity=2))
+    assert len(totals._kept) == 1  # so that memory does not grow
+    summary = totals.summary(Reader.SUMMARY)
+    assert summary.dropped == dropped
+    assert summary.load == shares
 
 
 def test_a_recorded_load_keeps_no_graph():

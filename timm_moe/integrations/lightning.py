@@ -69,7 +69,7 @@ class ExpertCallback(Callback):
         self._updates_per_epoch_before: int | None = None  # in the run that is resumed
         self._trial = ExitStack()  # what undoes a trial of a search, as for a learning rate
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Wrap hooks of the module.
 
         A search for the batch size or the learning rate trains without its callbacks, but calls the

@@ -66,6 +66,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
         layer.has_stepped = True
     _warn_of_eval_mode(optimizer, trained)
     _warn_without_averaging(optimizer, layers, held)
+    _warn_of_flat_biases(optimizer, layers)
 
     end_forwards(optimizer, trained, others)
     if any(layer.router.balancing_bias is not None for layer in only_recording(trained)):
@@ -160,4 +161,18 @@ def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp], held: se
             "timm_moe.integrations. If you call average_experts_ yourself, want no averaging, or "
             "train adapters, set share_rate=0. If FullyShardedDataParallel holds them in flat "
             "pieces, take fully_shard (FSDP2) with timm_moe.expert_placement."
+        )
+
+
+def _warn_of_flat_biases(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
+    """Warn once of balancing biases whose routers FSDP1 holds in flat pieces."""
+    names = [
+        layer.path
+        for layer in only_recording(layers)
+        if layer.router.balancing_bias is not None and next(layer.parameters(), None) is None
+    ]
+    if names and is_first_time(optimizer, "flat biases"):
+        _logger.warning(
+            f"The balancing biases in {', '.join(names)} do not move, as FullyShardedDataParallel "
+            "holds the layers in flat pieces: take fully_shard (FSDP2)."
         )
