@@ -499,7 +499,9 @@ def test_folders_without_a_config(tmp_path, files):
         load_source(tmp_path)
 
 
-@pytest.mark.parametrize("prefix", ["model.", "net.", "timm_model.", "model._orig_mod."])
+@pytest.mark.parametrize(
+    "prefix", ["model.", "net.", "timm_model.", "model._orig_mod.", "model.module."]
+)
 def test_weights_that_are_part_of_another_module(ewa_vit, tmp_path, caplog, prefix):
     """Lightning's LightningModule keeps them beside a criterion.
 
@@ -576,6 +578,12 @@ def test_what_is_said_of_a_trainings_images(ewa_vit, tmp_path, caplog):
     timm_moe.export_dense(file, tmp_path / "torch", label_names=list("abcde"))
     assert "class map" not in caplog.text  # timm ignores it there
     assert "timm's reader 'torch'" in caplog.text
+    stated = dict(dataset="wds/shards", input_key="jpg", input_img_mode="L")
+    file = save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, **stated)
+    caplog.clear()
+    timm_moe.export_dense(file, tmp_path / "wds", label_names=list("abcde"))
+    assert "timm's reader 'wds'" in caplog.text
+    assert "--input-" not in caplog.text  # the key is of no folder, the mode that of one channel
 
 
 def test_the_epsilon_of_batch_norms_is_that_of_the_training(tmp_path):
@@ -643,6 +651,18 @@ def test_a_stated_preprocessing_is_that_of_timms_tests_too():
     stated = ModelSpec(preprocessing={"mean": (0.1, 0.1, 0.1), "std": (0.3, 0.3, 0.3)})
     cfg = load_source(model, stated).pretrained_cfg
     assert not [name for name in cfg if name.startswith("test_") and cfg[name] is not None]
+    model.pretrained_cfg = {**model.pretrained_cfg, "test_crop_pct": 0.5}  # is not timm's
+    cfg = load_source(model, ModelSpec(preprocessing={"interpolation": "nearest"})).pretrained_cfg
+    assert (cfg["test_crop_pct"], cfg.get("test_input_size")) == (0.5, None)
+
+
+def test_images_of_another_number_of_channels_than_the_configs():
+    model = timm.create_model("vit_tiny_ewa_moe", **SMALL_VIT, in_chans=2)
+    model.pretrained_cfg = {**model.pretrained_cfg, "mean": (0.1, 0.2, 0.6)}
+    assert preprocessing(model)["mean"] == pytest.approx((0.3, 0.3))  # as timm's loader has it
+    stated = ModelSpec(preprocessing={"img_size": 32, "mean": (0.1, 0.2), "std": (0.4,)})
+    cfg = load_source(model, stated).pretrained_cfg
+    assert (cfg["input_size"], cfg["mean"], cfg["std"]) == ((2, 32, 32), (0.1, 0.2), (0.4, 0.4))
 
 
 def test_info_takes_ema_weights(ewa_vit, tmp_path, capsys):

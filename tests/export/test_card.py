@@ -195,6 +195,7 @@ def test_a_folder_is_the_start_of_a_training_by_pretrained_alone(checkpoint, tmp
         (dict(initial_checkpoint="first.pth.tar"), "first.pth.tar"),
         (dict(initial_checkpoint="first.pth.tar", start_epoch=0), "last.pth.tar"),
         (dict(pretrained=True, start_epoch=0), "last.pth.tar"),
+        (dict(pretrained=True, pretrained_path="/a/first.safetensors"), "first.safetensors"),
     ],
 )
 def test_a_resumed_run_names_where_its_weights_began(checkpoint, tmp_path, args, start):
@@ -205,6 +206,25 @@ def test_a_resumed_run_names_where_its_weights_began(checkpoint, tmp_path, args,
     card = push_moe(tmp_path / "resumed.pth.tar", "user/vit", dry_run=True).card
     told = re.findall("it began from the weights of `(.*?)`", card)
     assert told == ([] if start is None else [start])
+    assert not {"base_model", "license"} & front_matter(card).keys()
+
+
+def test_weights_of_another_model_than_the_users_are_not_the_base(checkpoint, tmp_path):
+    """The file names one with other pretrained weights, under which its own cannot be."""
+    file = changed(checkpoint, tmp_path, model="vit_small_ewa_moe", pretrained=True)
+    spec = ModelSpec("vit_tiny_ewa_moe")
+    card = push_dense(file, "user/vit", dry_run=True, spec=spec).card
+    assert not {"base_model", "license"} & front_matter(card).keys()
+
+
+def test_experts_of_several_kinds_are_described_by_all_their_layers(dense_vit, tmp_path):
+    model = timm_moe.convert_to_moe(dense_vit, 4, moe_layers="1")
+    timm_moe.convert_to_moe(model, 4, moe_layers="3", router="top_k", shared_expert=True)
+    export = timm_moe.export_dense(model, tmp_path / "vit")
+    assert not export.exact  # since the mean of routed experts is not
+    card = push_dense(export.path, "user/vit", dry_run=True).card
+    assert "with 4 experts in each of 2 layers and a shared one" in card
+    assert "this dense model is another function than theirs" in card
 
 
 def test_card_of_a_dense_model_made_of_routed_experts_claims_no_results(checkpoints):
@@ -453,6 +473,9 @@ def test_another_licence_than_that_of_the_pretrained_weights_is_told(checkpoint,
     torch.save(content, tmp_path / "last.pth.tar")
     timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "vit", license="mit")
     assert "licence mit, but the pretrained weights have apache-2.0" in caplog.text
+    caplog.clear()
+    timm_moe.export_dense(tmp_path / "last.pth.tar", tmp_path / "same", license="apache-2.0")
+    assert "pretrained weights" not in caplog.text
     card = push_dense(tmp_path / "vit", "user/vit", dry_run=True).card
     assert "mit, as its config.json states.\n\nThe pretrained weights have apache-2.0.\n" in card
 
@@ -483,6 +506,15 @@ def test_models_in_memory():
         assert "## Training" not in pushed.card
     assert "mixture-of-experts" in front_matter(moe.card)["tags"]
     assert "mixture-of-experts" not in front_matter(dense.card)["tags"]
+
+
+def test_a_loaded_model_may_have_been_trained_on(checkpoint, tmp_path):
+    """So the training of its file is not its own."""
+    model = load_source(checkpoint)
+    folder = timm_moe.export_dense(model, tmp_path / "vit").path
+    record = json.loads((folder / "config.json").read_text())["timm_moe"]
+    assert record.keys() == {"experts", "method", "weights"}
+    assert "## Training" not in push_dense(model, "user/vit", dry_run=True).card
 
 
 # --- a stranger's words
@@ -780,6 +812,12 @@ def test_the_card_counts_what_a_token_passes_through(checkpoints):
     number = activated_parameters(load_source(file))
     card = push_moe(file, "user/vit", dry_run=True).card
     assert f"| that a token passes through | {number:,} |" in card
+
+
+def test_an_ensemble_is_cited_beside_the_family_that_it_is_of():
+    model = timm.create_model("vmoe_pbe_s32", **SMALL_VIT, num_experts=4, moe_layers="last-1")
+    card = push_moe(model, "user/vit", dry_run=True).card
+    assert re.findall(r"arXiv:([\d.]+)", card) == ["2110.03360", "2106.05974"]
 
 
 @pytest.mark.parametrize("method", ["average", "sum"])

@@ -16,11 +16,13 @@ from processes import run_code
 from safetensors.torch import load_file, save_file
 from timm.layers import SwiGLU
 from timm.models import save_for_hf
+from torch import nn
 
 import timm_moe
 from timm_moe.checkpoints import building, checkpoint_file
 from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.export import export as export_module
+from timm_moe.export import formats as formats_module
 from timm_moe.export import verify as verify_module
 from timm_moe.export.export import export_moe
 from timm_moe.model_config import model_input_size, records_arguments
@@ -386,6 +388,19 @@ def test_a_full_folder_is_replaced_only_when_asked(ewa_vit, tmp_path):
     assert (tmp_path / "vit/notes.txt").read_text() == "mine"
 
 
+def test_a_folder_that_another_process_writes_meanwhile_is_kept(ewa_vit, tmp_path, monkeypatch):
+    def compute(model, inputs):
+        (tmp_path / "vit").mkdir()
+        (tmp_path / "vit/config.json").write_text("another's")
+        return source_outputs(model, inputs)
+
+    source_outputs = export_module.source_outputs
+    monkeypatch.setattr(export_module, "source_outputs", compute)
+    with pytest.raises(FileExistsError, match="not empty"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert [file.read_text() for file in (tmp_path / "vit").iterdir()] == ["another's"]
+
+
 @pytest.mark.parametrize("function", [timm_moe.export_dense, export_moe])
 def test_no_export_writes_onto_what_it_reads(ewa_vit, tmp_path, function):
     """The experts would be gone."""
@@ -579,6 +594,64 @@ def test_outputs_that_differ_stop_the_export(ewa_vit, tmp_path):
     with pytest.raises(ValueError, match=r"outputs differ .*by 1"):
         timm_moe.export_dense(ewa_vit, tmp_path / "vit")
     assert os.listdir(tmp_path) == []
+
+
+def test_weights_that_a_reader_changes_stop_the_export(ewa_vit, tmp_path, monkeypatch):
+    """However little the outputs differ by it."""
+
+    def created(*arguments, **options):
+        model = create_model(*arguments, **options)
+        model.head.bias.data += 1e-6
+        return model
+
+    create_model = timm.create_model
+    monkeypatch.setattr(timm, "create_model", created)
+    with pytest.raises(ValueError, match=r"Stock timm does not load head\.bias as it was saved"):
+        timm_moe.export_dense(ewa_vit, tmp_path / "vit")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda held: {**held, "bias": held["bias"] + 1e-6}, "does not load bias"),
+        (lambda held: {"weight": held["weight"]}, "does not load bias"),
+        (lambda held: {**held, "scale": held["bias"]}, "a tensor scale that it did not have"),
+    ],
+)
+def test_a_state_dict_that_is_read_otherwise_stops_the_export(
+    tmp_path, monkeypatch, changed, message
+):
+    monkeypatch.setattr(formats_module, "load_file", lambda file: changed(load_file(file)))
+    with pytest.raises(ValueError, match=message):
+        timm_moe.export_dense(nn.Linear(3, 2), tmp_path / "own", example_inputs=torch.ones(1, 3))
+    assert os.listdir(tmp_path) == []
+
+
+class Gives(nn.Module):
+    """Gives the same outputs for all inputs."""
+
+    def __init__(self, *outputs):
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, x):
+        return self.outputs
+
+
+def test_all_outputs_are_compared():
+    one, nan = torch.ones(1), torch.full((1,), torch.nan)
+    assert verify_module.compare((one, one), Gives(one, one + 5e-5), one) > 0
+    for wrong, message in (
+        ((one, one + 2e-4), "differ from the source's"),
+        ((one, nan), "differ from the source's by nan"),
+        ((one, one.view(1, 1)), "of other shapes"),
+        ((one,), "not as many"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            verify_module.compare((one, one), Gives(*wrong), one)
+    with pytest.raises(ValueError, match="hold NaN or Inf"):
+        verify_module.source_outputs(Gives(one, nan), one)
 
 
 def test_a_disk_that_fills_up_leaves_nothing(ewa_vit, tmp_path):
