@@ -189,7 +189,8 @@ def timm_model_in(model: Any) -> nn.Module:
     inner = copy.copy(model.timm_model)
     # The wrapper creates its model without the config of the weights, which it keeps itself.
     cfg = dict(getattr(config, "pretrained_cfg", None) or {})
-    names = list(config.id2label.values())
+    # The numbers may be texts, and in the order of texts: 0, 1, 10, 2.
+    names = [config.id2label[number] for number in sorted(config.id2label, key=int)]
     if inner.num_classes and names != [f"LABEL_{number}" for number in range(len(names))]:
         cfg["label_names"] = names
     change_pretrained_cfg(inner, **cfg)

@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from timm_moe.checkpoints.model_spec import ModelSpec
 from timm_moe.checkpoints.reading import read_checkpoint
 from timm_moe.checkpoints.source import load_source
 
@@ -118,6 +119,12 @@ def test_the_rest_is_refused_with_the_remedy(bad, tmp_path):
     torch.save({"state_dict": vit().state_dict(), "more": bad}, tmp_path / "a.pth")
     with pytest.raises(ValueError, match=r"runs code .*torch\.save\(model\.state_dict\(\), file\)"):
         read_checkpoint(tmp_path / "a.pth")
+
+
+def test_a_tensor_in_the_place_of_weights_by_name_is_refused(tmp_path):
+    torch.save({"state_dict": torch.ones(2)}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match="'state_dict' is of type Tensor: write the weights"):
+        load_source(tmp_path / "a.pth", ModelSpec("vit_tiny_ewa_moe"))
 
 
 def test_a_file_of_ema_weights_alone(tmp_path):

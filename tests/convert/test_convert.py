@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import timm_moe
 from timm_moe.convert.blocks import select_blocks
@@ -195,6 +196,30 @@ def test_a_layer_that_two_networks_share_stays_shared(dense_vit, caplog):
     blocks[3].mlp = blocks[1].mlp
     timm_moe.convert_to_moe(dense_vit, moe_layers="1")
     assert isinstance(blocks[3].mlp, MoeMlp)
+
+
+class WithAdapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.adapter = base, nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+@pytest.mark.parametrize("replace", [WithAdapter, lambda mlp: nn.Identity(), checkpoint_wrapper])
+def test_a_block_whose_network_was_replaced_counts_too(replace, dense_vit, caplog):
+    dense_vit.blocks[0].mlp = replace(dense_vit.blocks[0].mlp)
+    other = copy.deepcopy(dense_vit)
+    timm_moe.convert_to_moe(dense_vit)
+    assert list(timm_moe.moe_layers(dense_vit)) == ["blocks.1.mlp", "blocks.3.mlp"]
+    timm_moe.convert_to_moe(other, moe_layers="1")
+    assert list(timm_moe.moe_layers(other)) == ["blocks.1.mlp"]
+    assert caplog.text.count("Left as it is: blocks.0.mlp, a ") == 2
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.mlp, .*class is unknown \(the option modules"
+    ):
+        timm_moe.convert_to_moe(other, moe_layers="0")
 
 
 def test_to_dense_is_the_mean_of_the_experts_and_shares_nothing(ewa_vit, images):

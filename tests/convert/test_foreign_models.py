@@ -265,6 +265,16 @@ def encoder(**options):
     return nn.TransformerEncoder(layer, 3).eval()
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_an_encoder_may_be_built_of_layers_with_experts():
+    layers = nn.ModuleList([encoder().layers[0]])
+    timm_moe.convert_to_moe(layers, moe_layers="0")
+    model, x = nn.TransformerEncoder(layers[0], 2).eval(), torch.randn(2, 7, 32)
+    expected = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(timm_moe.to_dense(model)(x), expected)
+
+
 @pytest.mark.parametrize(
     "options", [dict(), dict(activation="gelu"), dict(activation=nn.SiLU(), norm_first=True)]
 )

@@ -269,11 +269,18 @@ def test_a_network_that_computes_another_function_is_told_of(name, method, told,
     assert caplog.messages == [f"{start}{remedy} (docs/ones.md)." for remedy in told]
 
 
-def test_experts_that_were_cut_off_are_told_of():
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda stacked: stacked[:2], r"made with 4 experts and holds 2 now: .*num_experts=2"),
+        (lambda stacked: stacked[:, :16], r"and has \(4, 16, 32\) now: cut the dense model, and"),
+    ],
+)
+def test_experts_that_were_cut_are_told_of(cut, message):
     model = timm.create_model("vit_tiny_moe", num_experts=4, **SMALL_VIT)
     for layer in timm_moe.moe_layers(model).values():
         for name, stacked in list(layer.named_expert_parameters()):
             owner, _, last = name.rpartition(".")
-            setattr(layer.get_submodule(owner), last, torch.nn.Parameter(stacked.detach()[:2]))
-    with pytest.raises(ValueError, match=r"made with 4 experts and holds 2 now: .*num_experts=2"):
+            setattr(layer.get_submodule(owner), last, torch.nn.Parameter(cut(stacked.detach())))
+    with pytest.raises(ValueError, match=message):
         timm_moe.to_dense(model)

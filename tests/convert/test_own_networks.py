@@ -252,6 +252,14 @@ def test_an_attribute_that_a_schedule_sets_is_the_experts_too(network, router):
         assert timm_moe.to_dense(network).blocks[0].mlp.factor == 0
 
 
+def test_hooks_from_before_the_conversion_are_warned_of(caplog):
+    model = Vit(Own)
+    model.blocks[1].mlp.fc2.register_forward_hook(lambda module, rows, output: None)
+    timm_moe.convert_to_moe(model, modules=r"blocks\.\d\.mlp")
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert record.getMessage().startswith("blocks.1.mlp has hooks, and the experts have copies")
+
+
 def test_a_network_that_keeps_a_tensor_of_a_forward_is_refused():
     network = Own()
     network.sparsity = network(torch.randn(3, 8)).mean()

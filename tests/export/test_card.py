@@ -552,9 +552,10 @@ def test_of_an_address_neither_its_user_nor_its_query_is_published(
     checkpoint, tmp_path, start, published
 ):
     content = torch.load(checkpoint, weights_only=False)
-    content["args"].pretrained_cfg_overlay = {"url": start}
+    content["args"].model_kwargs["pretrained_cfg_overlay"] = {"url": start}
     torch.save(content, tmp_path / "last.pth.tar")
-    folder = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe")
+    spec = ModelSpec(kwargs={"pretrained_cfg_overlay": None})
+    folder = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe", spec=spec)
     for text in (
         push_moe(folder, "user/vit", dry_run=True).card,
         (folder / "config.json").read_text(),

@@ -258,6 +258,10 @@ def test_a_wrapper_of_a_timm_model(transformers, tmp_path, images):
     again = transformers.AutoModelForImageClassification.from_pretrained(export.path).eval()
     torch.testing.assert_close(again(images).logits, wrapper(images).logits, rtol=1e-5, atol=1e-6)
     assert list(again.config.id2label.values()) == names
+    wrapper.config.id2label = {number: names[number] for number in (0, 1, 4, 2, 3)}
+    export_dense(wrapper, tmp_path / "sorted")
+    config = json.loads((tmp_path / "sorted/config.json").read_text())
+    assert config["label_names"] == names
     wrapper.config.id2label = {number: f"LABEL_{number}" for number in range(5)}
     export_dense(wrapper, tmp_path / "unnamed", spec=ModelSpec(preprocessing=dict(crop_pct=0.75)))
     config = json.loads((tmp_path / "unnamed/config.json").read_text())

@@ -172,6 +172,20 @@ def test_dropout_inside_experts_is_found_among_the_modules(ffn):
         assert torch.equal(made(x)[0], made(x)[1])
 
 
+def test_rates_of_dropout_that_were_set_later_are_exported(dense_vit):
+    timm_moe.convert_to_moe(dense_vit, expert_dropout=0.5)
+    dense_vit.blocks[1].mlp.drop1.p = 0.25
+    dense = timm_moe.to_dense(dense_vit)
+    assert [dense.blocks[block].mlp.drop1.p for block in (1, 3)] == [0.25, 0.0]
+    assert dense.blocks[1].mlp.drop2.p == 0.0
+
+
+def test_rows_for_one_layer_of_all_experts_are_refused():
+    layer = MoeMlp(FFNS["Mlp"](8, 16), TopKRouter(8, 3))
+    with pytest.raises(TypeError, match="takes no rows: call the layer of the experts"):
+        layer.fc1(torch.randn(2, 8))
+
+
 def test_dropout_of_the_experts_is_that_of_the_shared_one_too():
     dense = Mlp(8, 16)
     layer = SharedExpertMlp(dense, TopKRouter(8, 2), expert_dropout=0.25)

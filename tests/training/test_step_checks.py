@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from functools import partial
 
 import pytest
 import timm
@@ -247,3 +248,21 @@ def test_what_was_replaced_is_not_kept_alive(dense_vit):
     del weights, replaced
     gc.collect()
     assert [reference() for reference in layer.replaced] == [None] * 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2)])
+def test_the_state_of_another_number_of_experts_is_refused(before, now, make, fused):
+    """A fused step would read or write beyond the end of its tensors."""
+    optimizers = []
+    for num_experts in (before, now):
+        model = timm.create_model("vit_tiny_ewa_moe", num_experts=num_experts, **SMALL_VIT)
+        optimizers.append(make(model.parameters(), lr=0.1, fused=fused))
+        ExpertWeightAveraging(model, optimizers[-1], total_updates=2)
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+    first, second = optimizers
+    first.step()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=rf"of {before}, not of {now} experts.*--no-resume-opt"):
+        second.step()

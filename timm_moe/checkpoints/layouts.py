@@ -64,7 +64,8 @@ def require_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
         name
         for name, value in entries.items()
         if not (
-            isinstance(name, str)
+            entries is weights
+            and isinstance(name, str)
             and isinstance(value, Tensor)
             and value.layout is torch.strided
             and not value.is_meta

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from ..layers import EwaMlp, MoeMlp
 from ..layers.checks import check_integer
+from ..layers.functional import has_hooks
 from ..layers.probe import probe
 from ..schedules import check_share_rate, get_schedule
 from .blocks import put, select_blocks
@@ -173,16 +174,28 @@ def convert_to_moe(
         layer.train(ffn.training)
         put(model, path, ffn, layer)
     add_hooks(model, layers.values())
-    dropping = [f"{path}.{name}" for path, ffn in chosen.items() for name in drops_of_images(ffn)]
+    _warn_of_differences(chosen)
+    if not hasattr(model, "stock_class"):  # A model that is made by its name needs no word.
+        _logger.info(f"{type(model).__name__} has {described(layers.values())}")
+    return model
+
+
+def _warn_of_differences(networks: Mapping[str, nn.Module]) -> None:
+    """Warn of what networks, by their names in the model, did in another way than experts do."""
+    hooked = [path for path, ffn in networks.items() if any(map(has_hooks, ffn.modules()))]
+    if hooked:
+        _logger.warning(
+            "%s has hooks, and the experts have copies of them, which get the rows of each expert "
+            "and cannot be removed: put hooks on the expert layer, after the conversion.",
+            hooked[0],
+        )
+    dropping = [f"{path}.{name}" for path, ffn in networks.items() for name in drops_of_images(ffn)]
     if dropping:
         _logger.warning(
             "%s dropped whole images in training, and drops single tokens in experts: move it out "
             "of the network, into its block.",
             dropping[0],
         )
-    if not hasattr(model, "stock_class"):  # A model that is made by its name needs no word.
-        _logger.info(f"{type(model).__name__} has {described(layers.values())}")
-    return model
 
 
 def _set_averaging(layer: MoeMlp, share_rate: float | None, share_schedule: str | None) -> None:

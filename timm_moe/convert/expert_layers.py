@@ -89,7 +89,7 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
     """Return the stacked tensors of a layer, (E, ...), by their dense names.
 
     Raises:
-        ValueError: if a wrapper such as FSDP1 holds them in another form, or some were cut off.
+        ValueError: if a wrapper such as FSDP1 holds them in another form, or they were cut.
     """
     experts: dict[str, Tensor] = dict(layer.named_expert_parameters())
     for name, shape in layer.stacked_shapes.items():
@@ -102,6 +102,12 @@ def whole_experts(layer: MoeMlp) -> dict[str, Tensor]:
             raise ValueError(
                 f"{layer.path} was made with {shape[0]} experts and holds {len(stacked)} now: load "
                 f"the weights into a model with num_experts={len(stacked)}."
+            )
+        is_cut = stacked.shape != shape and stacked.ndim == len(shape) and not is_taken
+        if is_cut and len(stacked) == shape[0]:
+            raise ValueError(
+                f"{name} of the experts in {layer.path} was made with the shape {tuple(shape)} and "
+                f"has {tuple(stacked.shape)} now: cut the dense model, and convert it afterwards."
             )
         if stacked.shape != shape or is_taken:
             raise ValueError(

@@ -23,6 +23,9 @@ _logger = logging.getLogger(__name__)
 #: names, or by a predicate ``(name, module) -> bool``.
 Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
+#: Packages whose models have networks that are known, or are not meant to become experts.
+_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
+
 #: Name of a network in timm: the ``mlp...`` of a numbered block, or of a part of a block, such as
 #: MaxViT's ``attn_grid``. A deeper ``mlp``, e.g. of relative positions, does not map tokens, and a
 #: mixer's ``mlp_tokens`` mixes them.
@@ -60,6 +63,7 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
     if modules is not None:
         return _named(model, modules)
     found: dict[str, nn.Module | str] = {}
+    replaced: set[str] = set()
     names = names_in(model)
     # The network of a pooling head is in no block, be the model a numbered part of another or not.
     heads = {module.mlp for module in model.modules() if isinstance(module, AttentionPoolLatent)}
@@ -77,11 +81,25 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
                 check_network(path, network, names)
             except ValueError as error:
                 found[path] = str(error)
-    refused = [reason.rstrip(".") for reason in found.values() if isinstance(reason, str)]
-    if refused:
-        more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
-        _logger.warning("Left as it is: %s%s.", refused[0], more)
+        elif _is_replaced(name, module):
+            replaced.add(name)
+            found[name] = (
+                f"{name}, a {type(module).__name__}, cannot become experts: its class is unknown "
+                "(the option modules names networks of your own)"
+            )
+    known = found.keys() - replaced
+    for name in replaced:
+        if not known or any(path.startswith(f"{name}.") for path in known):
+            del found[name]
+    _warn_of_refused([reason for reason in found.values() if isinstance(reason, str)])
     return found
+
+
+def _warn_of_refused(reasons: list[str]) -> None:
+    """Warn of networks that stay dense, by the reason of the first."""
+    if reasons:
+        more = f" (and {len(reasons) - 1} more like it)" if len(reasons) > 1 else ""
+        _logger.warning("Left as it is: %s%s.", reasons[0].rstrip("."), more)
 
 
 def _is_of_timm(name: str, module: nn.Module) -> bool:
@@ -90,6 +108,17 @@ def _is_of_timm(name: str, module: nn.Module) -> bool:
         isinstance(child, nn.Conv2d) for child in module.children()
     )
     return bool(_TIMM_NAME.search(name)) and (is_known or computed_by(module) is not None)
+
+
+def _is_replaced(name: str, module: nn.Module) -> bool:
+    """Tell if a user has put something else where timm's models have a feed-forward network.
+
+    It may be a network of the user's own class, an adapter, a wrapper or nothing.
+    """
+    package, _, inside = type(module).__module__.partition(".")
+    is_wrapper = package == "torch" and inside.startswith("distributed.")
+    is_foreign = is_wrapper or type(module) is nn.Identity or package not in _LIBRARIES
+    return is_foreign and bool(_TIMM_NAME.search(name))
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:

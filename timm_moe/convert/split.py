@@ -147,7 +147,11 @@ class EncoderLayerFfn(SplitFfn):
         block.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
         for encoder in _encoders_of(model, block):
             if all(isinstance(layer.linear1, nn.Linear) for layer in encoder.layers):
-                encoder.use_nested_tensor = vars(encoder).pop("use_nested_tensor_when_dense")
+                # An encoder that got the layer with its experts has no such note.
+                before = vars(encoder).pop(
+                    "use_nested_tensor_when_dense", encoder.use_nested_tensor
+                )
+                encoder.use_nested_tensor = before
 
 
 def _encoders_of(model: nn.Module, block: nn.Module) -> list[Any]:

@@ -340,7 +340,7 @@ def _stated_start(args: dict[str, Any]) -> Any:
     """
     starts = [args.get("resume")] if args.get("start_epoch") == 0 else []
     starts += [args.get("initial_checkpoint"), args.get("pretrained_path")]
-    overlay = args.get("pretrained_cfg_overlay")
+    overlay = (args.get("model_kwargs") or {}).get("pretrained_cfg_overlay")
     if isinstance(overlay, dict):
         starts += [overlay.get(name) for name in ("file", "url", "hf_hub_id")]
     return next(filter(None, starts), None)

@@ -60,7 +60,16 @@ class Stacked(StackedParameters):
     """
 
     def forward(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Return the parameters (E, ...) of these names."""
+        """Return the parameters (E, ...) of these names.
+
+        Raises:
+            TypeError: if it is called with rows, as a layer of one network.
+        """
+        if not isinstance(names, tuple):
+            raise TypeError(
+                "This module holds the weights of all experts and takes no rows: call the layer of "
+                "the experts, or change the dense model before convert_to_moe."
+            )
         # The result is a tuple, since torch's backward hooks know no lists.
         weights = tuple(getattr(self, name) for name in names)
         # torch's FlopCounterMode asks what a module returns for its gradient, which inference mode
@@ -138,6 +147,7 @@ class Experts(StackedParameters):
         self.parts = self._units.parts
         # Dropout rates of the dense network by path, if the experts have another rate.
         self._dense_rates: dict[str, float] = {}
+        self._expert_dropout = expert_dropout
         if expert_dropout is not None:
             self._set_dropout(expert_dropout)
         #: Shapes (E, ...) of the stacked parameters by their dense names. A wrapper (FSDP1) may
@@ -514,7 +524,9 @@ class Experts(StackedParameters):
         return self._call(self._ffn, mean, x, current_mode())
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
-        """Make a network of the original class and dropout rates, with these weights.
+        """Make a network of the original class, with these weights.
+
+        Dropouts have the dense network's rates, or those that were set since the conversion.
 
         The same parameters require gradients as in the experts, and it is in their mode.
         """
@@ -522,7 +534,9 @@ class Experts(StackedParameters):
             self._ffn.set_submodule(path, module)
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
-            ffn.get_submodule(path).p = rate  # type: ignore[assignment]
+            dropout: Any = ffn.get_submodule(path)
+            if dropout.p == self._expert_dropout:  # Else the rate was set since.
+                dropout.p = rate
         ffn.load_state_dict(
             {name: weights[name] for name in self.stacked_shapes}, strict=False, assign=True
         )

@@ -34,13 +34,18 @@ class Mode(Enum):
 
 def is_intercepted(module: nn.Module) -> bool:
     """Tell if hooks, or a forward that was replaced, act in calls of a module."""
+    return has_hooks(module) or "forward" in vars(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell if hooks act in calls of a module, or in their backward passes."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return any(hooks) or "forward" in vars(module)
+    return any(hooks)
 
 
 def current_mode() -> Mode:

@@ -3,7 +3,7 @@
 =======  ==========================================================================================
 when     what happens
 =======  ==========================================================================================
-before   experts that the optimizer does not know are refused, and the state of a dense model
+before   experts that the optimizer does not know are refused, and the state of other experts
 before   router losses that nobody added are refused; else the routers are cleared
 before   warnings name experts that are trained in eval mode, and those that have a share rate but
          that nothing averages
@@ -57,7 +57,7 @@ def _begin_step(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     others = [layer for layer in layers if layer not in trained]
 
     _refuse_older(layers, held)
-    _refuse_dense_state(optimizer, trained)
+    _refuse_other_state(optimizer, trained)
 
     averaging = ExpertWeightAveraging.of(optimizer)
     if averaging is not None:
@@ -94,8 +94,8 @@ def _refuse_older(layers: list[MoeMlp], held: set[int]) -> None:
             )
 
 
-def _refuse_dense_state(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
-    """Refuse an optimizer whose loaded state belongs to the dense model.
+def _refuse_other_state(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
+    """Refuse an optimizer whose loaded state is the dense model's, or of another number of experts.
 
     Fused steps would write beyond the end of its tensors.
 
@@ -111,10 +111,16 @@ def _refuse_dense_state(optimizer: Optimizer, trained: list[MoeMlp]) -> None:
         # ZeroRedundancyOptimizer has None for parameters of other processes.
         state = optimizer.state.get(stacked) or {}
         moment = state.get("exp_avg", state.get("momentum_buffer"))
-        if moment is not None and moment.shape == stacked.shape[1:]:
+        if moment is None or moment.shape == stacked.shape:
+            continue
+        is_dense = moment.shape == stacked.shape[1:]
+        if is_dense or moment.shape[1:] == stacked.shape[1:]:
+            other = (
+                "a dense model, not of its" if is_dense else f"{len(moment)}, not of {len(stacked)}"
+            )
             raise ValueError(
-                "The optimizer's state that was loaded is that of a dense model, not of its "
-                "experts: begin with a new one (train.py --no-resume-opt)."
+                f"The optimizer's state that was loaded is that of {other} experts: begin with a "
+                "new one (train.py --no-resume-opt)."
             )
 
 
