@@ -14,6 +14,7 @@ from torchvision.ops import StochasticDepth
 
 import timm_moe
 from timm_moe.callbacks import expert_statistics
+from timm_moe.convert import ffn_paths
 from timm_moe.convert.gather import METHODS
 
 
@@ -221,6 +222,11 @@ def test_a_network_that_drops_images_is_told_to_drop_tokens_as_experts(drop, cap
 def test_what_drops_no_images_is_not_warned_of(drop, caplog):
     convert(lambda: Own(drop=drop))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_networks_of_ones_own_alone_are_no_gaps_among_known_ones(caplog):
+    assert ffn_paths(Vit(Own)) == []
+    assert not caplog.messages
 
 
 class Scaled(Own):

@@ -556,10 +556,10 @@ def test_of_an_address_neither_its_user_nor_its_query_is_published(
     torch.save(content, tmp_path / "last.pth.tar")
     spec = ModelSpec(kwargs={"pretrained_cfg_overlay": None})
     folder = export_moe(tmp_path / "last.pth.tar", tmp_path / "moe", spec=spec)
-    for text in (
-        push_moe(folder, "user/vit", dry_run=True).card,
-        (folder / "config.json").read_text(),
-    ):
+    card = push_moe(folder, "user/vit", dry_run=True).card
+    (told,) = re.findall("it began from the weights of `(.*?)`", card)
+    assert told == published
+    for text in (card, (folder / "config.json").read_text()):
         assert not re.search("alice|Secret", text)
         assert published in text.replace("\\\\", "\\")
 
