@@ -83,6 +83,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.report and (args.names or args.seeds):
         parser.error("--report writes the pages of all results: it takes no study and no --seeds")
+    if args.device != "cpu" and (args.compile or args.threads > 1):
+        parser.error("--threads and --compile are for --device cpu")
     unknown = set(args.names) - set(STUDIES)
     if unknown:
         parser.error(

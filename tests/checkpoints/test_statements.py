@@ -217,5 +217,5 @@ def test_the_export_of_a_scripts_own_model_names_no_module(tmp_path):
     done = run_script(tmp_path / "main.py", "other.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Checked: timm with this program loads it" in done.stdout
-    assert "Loading it needs the program that registered it with timm:" in done.stdout
+    assert "Loading it needs the program that registers it with timm:" in done.stdout
     assert "__main__" not in done.stdout

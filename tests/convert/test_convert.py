@@ -207,7 +207,15 @@ class WithAdapter(nn.Module):
         return self.base(x) + self.adapter(x)
 
 
-@pytest.mark.parametrize("replace", [WithAdapter, lambda mlp: nn.Identity(), checkpoint_wrapper])
+@pytest.mark.parametrize(
+    "replace",
+    [
+        WithAdapter,
+        lambda mlp: nn.Sequential(mlp, nn.Linear(32, 32)),
+        lambda mlp: nn.Identity(),
+        checkpoint_wrapper,
+    ],
+)
 def test_a_block_whose_network_was_replaced_counts_too(replace, dense_vit, caplog):
     dense_vit.blocks[0].mlp = replace(dense_vit.blocks[0].mlp)
     other = copy.deepcopy(dense_vit)
@@ -215,11 +223,22 @@ def test_a_block_whose_network_was_replaced_counts_too(replace, dense_vit, caplo
     assert list(timm_moe.moe_layers(dense_vit)) == ["blocks.1.mlp", "blocks.3.mlp"]
     timm_moe.convert_to_moe(other, moe_layers="1")
     assert list(timm_moe.moe_layers(other)) == ["blocks.1.mlp"]
-    assert caplog.text.count("Left as it is: blocks.0.mlp, a ") == 2
-    with pytest.raises(
-        ValueError, match=r"blocks\.0\.mlp, .*class is unknown \(the option modules"
-    ):
+    assert caplog.text.count("Left as it is: blocks.0.mlp cannot become experts: it is ") == 2
+    message = r"blocks\.0\.mlp cannot .* it is (an Identity|of an unknown class, \w+ \(modules=)"
+    with pytest.raises(ValueError, match=message):
         timm_moe.convert_to_moe(other, moe_layers="0")
+
+
+class OwnNorm(nn.LayerNorm):
+    """A norm of a class of one's own."""
+
+
+def test_other_parts_of_a_block_are_no_networks(dense_vit, caplog):
+    for block in dense_vit.blocks:
+        block.mlp_norm, block.mlp_drop_path = OwnNorm(32), nn.Identity()
+    timm_moe.convert_to_moe(dense_vit)
+    assert list(timm_moe.moe_layers(dense_vit)) == ["blocks.1.mlp", "blocks.3.mlp"]
+    assert not caplog.messages
 
 
 def test_to_dense_is_the_mean_of_the_experts_and_shares_nothing(ewa_vit, images):

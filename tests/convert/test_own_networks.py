@@ -211,14 +211,14 @@ def test_noise_in_training_is_no_mixing(network):
     assert not torch.equal(model(x), model(x))
 
 
-@pytest.mark.parametrize("drop", [DropPath(0.5), nn.Dropout1d(0.5), StochasticDepth(0.5, "row")])
+@pytest.mark.parametrize("drop", [DropPath(0.5), StochasticDepth(0.5, "row")])
 def test_a_network_that_drops_images_is_told_to_drop_tokens_as_experts(drop, caplog):
     convert(lambda: Own(drop=drop))
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "blocks.0.mlp.drop dropped whole images" in record.getMessage()
 
 
-@pytest.mark.parametrize("drop", [DropPath(0.0), nn.Dropout(0.5)])
+@pytest.mark.parametrize("drop", [DropPath(0.0), nn.Dropout(0.5), nn.Dropout1d(0.5)])
 def test_what_drops_no_images_is_not_warned_of(drop, caplog):
     convert(lambda: Own(drop=drop))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -245,10 +245,12 @@ class ScaledAtOnce(Scaled):
     only_calls_modules = True
 
 
-@pytest.mark.parametrize("router", ["random", "top_k"])
+@pytest.mark.parametrize(
+    "options", [dict(router="random"), dict(router="top_k"), dict(shared_expert=True)]
+)
 @pytest.mark.parametrize("network", [Scaled, ScaledAtOnce])
-def test_an_attribute_that_a_schedule_sets_is_the_experts_too(network, router):
-    model = convert(network, router=router)
+def test_an_attribute_that_a_schedule_sets_is_the_experts_too(network, options):
+    model = convert(network, **options)
     assert model.blocks[0].mlp.is_grouped == (network is ScaledAtOnce)
     for network in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for block in network.blocks:

@@ -432,7 +432,9 @@ def test_a_run_that_resumes_with_other_batches_goes_on_at_its_part_of_the_traini
         Classifier(*EWA), images, ckpt_path=tmp_path / f"epoch={epochs_done - 1}.ckpt"
     )
     expected = [0.3 * update / end for update in range(begin + 1, end + 1)]
-    rates = [rate for rate in dict.fromkeys(seen.rates) if rate]  # Batches may share a step.
+    rates = seen.rates
+    if "accumulate_grad_batches" in options:  # Batches share a step, and the first have none.
+        rates = [rate for rate in dict.fromkeys(rates) if rate]
     assert rates == pytest.approx(expected, abs=1e-6)
 
 

@@ -178,6 +178,8 @@ def test_rates_of_dropout_that_were_set_later_are_exported(dense_vit):
     dense = timm_moe.to_dense(dense_vit)
     assert [dense.blocks[block].mlp.drop1.p for block in (1, 3)] == [0.25, 0.0]
     assert dense.blocks[1].mlp.drop2.p == 0.0
+    dense_vit.blocks[1].mlp.drop1 = nn.Identity()
+    assert isinstance(timm_moe.to_dense(dense_vit).blocks[1].mlp.drop1, nn.Identity)
 
 
 def test_rows_for_one_layer_of_all_experts_are_refused():

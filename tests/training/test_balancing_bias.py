@@ -359,31 +359,44 @@ def worker_in_pairs(rank, folder):
     os._exit(0)
 
 
-def worker_of_fsdp1(rank, folder, keeps_parameters, message):
-    """By default FSDP1 leaves a router no parameter."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
+def worker_of_fsdp1(rank, folder, kind, message):
+    """By default FSDP1 leaves a router no parameter; a hybrid one has two groups."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     join_group(rank, folder)
     told = messages_of_the_package()
-    model = FullyShardedDataParallel(
-        make_model(), use_orig_params=keeps_parameters, device_id=torch.device("cpu")
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.randn(2, 3, 32, 32)).sum().backward()
+    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    options = {
+        "flat": {},
+        "parameters": dict(use_orig_params=True),
+        "hybrid": dict(
+            use_orig_params=True,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            process_group=(alone, torch.distributed.group.WORLD),
+        ),
+    }
+    model = make_model()
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    expected = signs(loads(make_model(), images))
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options[kind])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(2):
+        wrapped(images[2 * rank : 2 * rank + 2]).sum().backward()
         optimizer.step()
-    assert len(told) == 1, told
-    assert message in told[0]
+        assert kind != "parameters" or step or steps(model) == expected
+    assert len(told) == (kind != "parameters"), told
+    assert message in "".join(told)
     os._exit(0)
 
 
 @needs_processes
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("keeps_parameters", "message"), [(False, "do not move"), (True, "of this process alone")]
+    ("kind", "message"),
+    [("flat", "do not move"), ("parameters", ""), ("hybrid", "of this process alone")],
 )
-def test_biases_under_fsdp1_are_told_of(keeps_parameters, message, tmp_path):
-    run_ranks(worker_of_fsdp1, (str(tmp_path), keeps_parameters, message), 2)
+def test_biases_under_fsdp1_move_or_are_told_of(kind, message, tmp_path):
+    run_ranks(worker_of_fsdp1, (str(tmp_path), kind, message), 2)
 
 
 def worker_of_one(rank, folder):

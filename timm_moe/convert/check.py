@@ -43,9 +43,9 @@ _KNOWN = (
     "timm.models.metaformer.StarReLU",
 )
 
-#: Ends of the names of classes that drop whole images at random, in timm, transformers, torch and
+#: Ends of the names of classes that drop whole images at random, in timm, transformers and
 #: torchvision. Experts get rows that belong to no image.
-_DROPS_IMAGES = ("DropPath", "Dropout1d", "StochasticDepth")
+_DROPS_IMAGES = ("DropPath", "StochasticDepth")
 
 #: Largest difference between a row's outputs in two batches, relative to the largest output. It
 #: leaves room for rounding in float32.
@@ -94,10 +94,10 @@ def is_known(network: nn.Module) -> bool:
     return type(network) in FFN_CLASSES and all(name.startswith(_KNOWN) for name in unknown)
 
 
-def drops_of_images(network: nn.Module) -> list[str]:
-    """Return the names of the parts of a network that drop whole images at random in training."""
+def drops_of_images(path: str, network: nn.Module) -> list[str]:
+    """Return the names in the model of a network's parts that drop whole images in training."""
     return [
-        name
+        _name_in_model(path, network, name)
         for name, module in network.named_modules()
         if type(module).__name__.endswith(_DROPS_IMAGES)
         and any(getattr(module, rate, 0) for rate in ("drop_prob", "p"))
@@ -112,15 +112,20 @@ def check_weights(path: str, network: nn.Module) -> None:
     Raises:
         ValueError: if there is such a part; the message names the remedy.
     """
-    prefix = path.rpartition(".")[0] if isinstance(network, SplitFfn) else path
     for name, module in network.named_modules():
         found = computed_by(module)
         if found:
             what, remedy = found
             raise ValueError(
-                f"{f'{prefix}.{name}'.strip('.')} {what}, so it cannot become experts: {remedy} "
-                "first."
+                f"{_name_in_model(path, network, name)} {what}, so it cannot become experts: "
+                f"{remedy} first."
             )
+
+
+def _name_in_model(path: str, network: nn.Module, name: str) -> str:
+    """Return the name in the model of a part of a network."""
+    prefix = path.rpartition(".")[0] if isinstance(network, SplitFfn) else path
+    return f"{prefix}.{name}".strip(".")
 
 
 def computed_by(module: nn.Module) -> tuple[str, str] | None:

@@ -189,7 +189,7 @@ def _warn_of_differences(networks: Mapping[str, nn.Module]) -> None:
             "and cannot be removed: put hooks on the expert layer, after the conversion.",
             hooked[0],
         )
-    dropping = [f"{path}.{name}" for path, ffn in networks.items() for name in drops_of_images(ffn)]
+    dropping = [name for path, ffn in networks.items() for name in drops_of_images(path, ffn)]
     if dropping:
         _logger.warning(
             "%s dropped whole images in training, and drops single tokens in experts: move it out "

@@ -83,13 +83,12 @@ def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str,
                 found[path] = str(error)
         elif _is_replaced(name, module):
             replaced.add(name)
-            found[name] = (
-                f"{name}, a {type(module).__name__}, cannot become experts: its class is unknown "
-                "(the option modules names networks of your own)"
-            )
+            found[name] = f"{name} cannot become experts: it is {_described(module)}"
     known = found.keys() - replaced
+    last_names = {path.rpartition(".")[2] for path in known}
     for name in replaced:
-        if not known or any(path.startswith(f"{name}.") for path in known):
+        is_place = name.rpartition(".")[2] in last_names  # not that of an mlp_norm
+        if not is_place or any(path.startswith(f"{name}.") for path in known):
             del found[name]
     _warn_of_refused([reason for reason in found.values() if isinstance(reason, str)])
     return found
@@ -110,15 +109,26 @@ def _is_of_timm(name: str, module: nn.Module) -> bool:
     return bool(_TIMM_NAME.search(name)) and (is_known or computed_by(module) is not None)
 
 
+def _described(module: nn.Module) -> str:
+    """Say what stands in the place of a network, and what to do about it."""
+    if type(module) is nn.Identity:
+        return "an Identity"
+    kind = type(module).__name__
+    return f"of an unknown class, {kind} (modules=... names networks of your own)"
+
+
 def _is_replaced(name: str, module: nn.Module) -> bool:
-    """Tell if a user has put something else where timm's models have a feed-forward network.
+    """Tell if a user may have put something else where timm has a feed-forward network.
 
     It may be a network of the user's own class, an adapter, a wrapper or nothing.
     """
     package, _, inside = type(module).__module__.partition(".")
     is_wrapper = package == "torch" and inside.startswith("distributed.")
-    is_foreign = is_wrapper or type(module) is nn.Identity or package not in _LIBRARIES
-    return is_foreign and bool(_TIMM_NAME.search(name))
+    is_sequence = type(module) is nn.Sequential and any(
+        type(part) in FFN_CLASSES for part in module.children()
+    )
+    is_one_of_these = is_wrapper or is_sequence or type(module) is nn.Identity
+    return (is_one_of_these or package not in _LIBRARIES) and bool(_TIMM_NAME.search(name))
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:

@@ -53,8 +53,8 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
     modules = routers = _modules_of_own_routers(model)
     if routers:
         needed = (
-            "Loading it needs the package timm_moe beside timm, and the module "
-            f"`{', '.join(routers)}`, whose import registers its router:"
+            "Loading it needs the package timm_moe beside timm, and "
+            f"{_what_registers(routers, 'its router')}:"
         )
     elif is_registered_here(architecture):
         needed = (
@@ -63,11 +63,7 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         )
     elif module := registrar(architecture):
         modules = [module]
-        needed = (
-            f"Loading it needs the module `{module}`, whose import registers it with timm:"
-            if module != "__main__"
-            else "Loading it needs the program that registered it with timm:"
-        )
+        needed = f"Loading it needs {_what_registers(modules, 'it with timm')}:"
     return Facts(
         library="timm",
         architecture=architecture,
@@ -93,6 +89,13 @@ def timm_facts(model: nn.Module, options: PushOptions) -> Facts:
         experts=ExpertsRecord.of(model),
         has_own_router=bool(routers),
     )
+
+
+def _what_registers(modules: list[str], what: str) -> str:
+    """Say which modules register a thing as they are imported; a program cannot be imported."""
+    if "__main__" in modules:
+        return f"the program that registers {what}"
+    return f"the module `{', '.join(modules)}`, whose import registers {what}"
 
 
 def _modules_of_own_routers(model: nn.Module) -> list[str]:

@@ -184,7 +184,7 @@ class Experts(StackedParameters):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in vars(self).get("_attributes", ()):
-            for network in (self._ffn, self._grouped):
+            for network in (self._ffn, self._grouped, self._modules.get("shared")):
                 if network is not None:
                     setattr(network, name, value)
 
@@ -535,7 +535,8 @@ class Experts(StackedParameters):
         ffn = copy.deepcopy(self._ffn)
         for path, rate in self._dense_rates.items():
             dropout: Any = ffn.get_submodule(path)
-            if dropout.p == self._expert_dropout:  # Else the rate was set since.
+            # Else the rate was set, or the dropout replaced, since the conversion.
+            if getattr(dropout, "p", None) == self._expert_dropout:
                 dropout.p = rate
         ffn.load_state_dict(
             {name: weights[name] for name in self.stacked_shapes}, strict=False, assign=True

@@ -21,6 +21,10 @@ from .wrapped_optimizers import Steps
 
 _logger = logging.getLogger(__name__)
 
+#: Name of the class that, beside DDP, trains a model as one over its process_group. Its import
+#: would take long.
+_FSDP1 = "FullyShardedDataParallel"
+
 
 def begin_step(optimizer: Optimizer) -> None:
     """Let the step that an optimizer begins move the biases of the layers that it trains."""
@@ -51,9 +55,9 @@ def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if alone and distributed.get_world_size() > 1 and is_first_time(optimizer, "balanced alone"):
         _logger.warning(
             f"The balancing bias of {alone[0].path} counts the choices of this process alone, as "
-            "no DistributedDataParallel and no fully_shard holds it. If several processes train "
-            "the layer as one, name their group: router.balancing_bias.process_groups = (group,); "
-            "else () says that it is right."
+            "no DistributedDataParallel and no FSDP of all processes holds it. If several of them "
+            "train the layer as one, name their groups: router.balancing_bias.process_groups = "
+            "(group,); else () says that it is right."
         )
 
 
@@ -103,13 +107,20 @@ def _mesh_groups(layer: Any) -> tuple[Any, ...]:
 
 
 def _wrapper_groups(layer: Any) -> tuple[Any, ...]:
-    """Return the process group of the DistributedDataParallel around a layer, if there is one.
+    """Return the process group of the wrapper around a layer, if there is one.
 
-    A layer does not know its wrappers, so this looks at all objects of the process.
+    A layer does not know its wrappers, so this looks at all objects of the process. A FSDP1 of some
+    processes alone is left out, since a hybrid one tells one of its two groups.
     """
     for each in gc.get_objects():
-        # isinstance would make some objects import their libraries.
-        is_wrapper = issubclass(type(each), DistributedDataParallel)
+        kind = type(each)  # isinstance would make some objects import their libraries
+        is_fsdp1 = kind.__name__ == _FSDP1 and _is_of_all(each.process_group)
+        is_wrapper = is_fsdp1 or issubclass(kind, DistributedDataParallel)
         if is_wrapper and any(module is layer for module in each.modules()):
             return (each.process_group,)
     return ()
+
+
+def _is_of_all(group: Any) -> bool:
+    """Tell if a group has all processes."""
+    return distributed.get_world_size(group) == distributed.get_world_size()
