@@ -89,13 +89,16 @@ def test_a_registered_router_is_an_option_of_every_model(registered, images):
     assert measured.activated > once.activated
 
 
-def test_the_card_names_the_module_of_the_router_and_no_paper(registered):
+def test_the_card_names_the_module_of_the_router_and_no_paper(registered, monkeypatch):
     options = dict(router="modulo", choices=2, num_experts=4)
     model = timm.create_model("vit_tiny_ewa_moe", **options, **SMALL_VIT)
     told = {**OPTIONS, **options}
     card = timm_moe.push_moe(model, "user/w", dry_run=True, model_args=told).card
     assert f"the module `{Modulo.__module__}`, whose import registers its router" in card
     assert "bibtex" not in card
+    monkeypatch.setattr(Modulo, "__module__", "__main__")
+    card = timm_moe.push_moe(model, "user/w", dry_run=True, model_args=told).card
+    assert "beside timm, and the program that registers its router:" in card
 
 
 def test_operations_are_those_of_an_even_spread():
