@@ -181,41 +181,46 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def test_a_script_that_runs_another_in_its_place_has_models_of_its_own(tmp_path):
-    (tmp_path / "main.py").write_text(OWN_MAIN)
-    (tmp_path / "other.py").write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-        "import timm\n"
-        "from common import OPTIONS, SMALL_VIT, save_as_train_py\n"
-        "from timm_moe.checkpoints.source import load_source\n"
-        "options = dict(deep=2, router='top_k')\n"
-        "for name in ('deep_moe', 'deep_moe_b'):\n"
-        "    model = timm.create_model(name, **options, **SMALL_VIT)\n"
-        "    save_as_train_py('a.pth', model, name, model_kwargs={**options, **OPTIONS})\n"
-        "    load_source('a.pth')\n"
-        "    print(name)\n"
-    )
-    done = run_script(tmp_path / "main.py", "other.py", cwd=tmp_path)
+def output_of(code, folder):
+    """Run a program that the script with models of its own starts; return what it prints."""
+    (folder / "main.py").write_text(OWN_MAIN)
+    found = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+    (folder / "other.py").write_text(found + code)
+    done = run_script(folder / "main.py", "other.py", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["deep_moe", "deep_moe_b"]
+    return done.stdout
+
+
+LOADS = """
+import timm
+from common import OPTIONS, SMALL_VIT, save_as_train_py
+from timm_moe.checkpoints.source import load_source
+options = dict(deep=2, router="top_k")
+for name in ("deep_moe", "deep_moe_b"):
+    model = timm.create_model(name, **options, **SMALL_VIT)
+    save_as_train_py("a.pth", model, name, model_kwargs={**options, **OPTIONS})
+    load_source("a.pth")
+    print(name)
+"""
+
+
+def test_a_script_that_runs_another_in_its_place_has_models_of_its_own(tmp_path):
+    assert output_of(LOADS, tmp_path).split() == ["deep_moe", "deep_moe_b"]
+
+
+PUBLISHES = """
+import timm
+from common import SMALL_VIT, save_as_train_py
+from timm_moe_cli import main
+model = timm.create_model("deep_moe", **SMALL_VIT)
+save_as_train_py("a.pth", model, "deep_moe")
+main(["export", "a.pth", "deep"])
+main(["push", "deep", "user/deep", "--license", "mit", "--dry-run"])
+"""
 
 
 def test_the_export_of_a_scripts_own_model_names_no_module(tmp_path):
-    (tmp_path / "main.py").write_text(OWN_MAIN)
-    (tmp_path / "other.py").write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-        "import timm\n"
-        "from common import SMALL_VIT, save_as_train_py\n"
-        "from timm_moe_cli import main\n"
-        "model = timm.create_model('deep_moe', **SMALL_VIT)\n"
-        "save_as_train_py('a.pth', model, 'deep_moe')\n"
-        "main(['export', 'a.pth', 'deep'])\n"
-        "main(['push', 'deep', 'user/deep', '--license', 'mit', '--dry-run'])\n"
-    )
-    done = run_script(tmp_path / "main.py", "other.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Checked: timm with this program loads it" in done.stdout
-    assert "Loading it needs the program that registers it with timm:" in done.stdout
-    assert "__main__" not in done.stdout
+    told = output_of(PUBLISHES, tmp_path)
+    assert "Checked: timm with this program loads it" in told
+    assert "Loading it needs the program that registers it with timm:" in told
+    assert "__main__" not in told

@@ -14,6 +14,7 @@ from torch import nn
 from torchvision.ops import MLP
 
 from ..layers import MoeMlp
+from ..layers.grouped_network import LIBRARIES
 from .check import FFN_CLASSES, check_network, computed_by, names_in
 from .split import EncoderLayerFfn, ResidualFfn, SplitFfn
 
@@ -22,9 +23,6 @@ _logger = logging.getLogger(__name__)
 #: How a user selects networks: by a regular expression that matches the whole name, by a list of
 #: names, or by a predicate ``(name, module) -> bool``.
 Modules: TypeAlias = str | Iterable[str] | Callable[[str, nn.Module], bool]
-
-#: Packages whose models have networks that are known, or are not meant to become experts.
-_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
 
 #: Name of a network in timm: the ``mlp...`` of a numbered block, or of a part of a block, such as
 #: MaxViT's ``attn_grid``. A deeper ``mlp``, e.g. of relative positions, does not map tokens, and a
@@ -128,7 +126,7 @@ def _is_replaced(name: str, module: nn.Module) -> bool:
         type(part) in FFN_CLASSES for part in module.children()
     )
     is_one_of_these = is_wrapper or is_sequence or type(module) is nn.Identity
-    return (is_one_of_these or package not in _LIBRARIES) and bool(_TIMM_NAME.search(name))
+    return (is_one_of_these or package not in LIBRARIES) and bool(_TIMM_NAME.search(name))
 
 
 def _is_of_another_library(name: str, module: nn.Module) -> bool:

@@ -184,9 +184,12 @@ class Experts(StackedParameters):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in vars(self).get("_attributes", ()):
-            for network in (self._ffn, self._grouped, self._modules.get("shared")):
-                if network is not None:
-                    setattr(network, name, value)
+            for network in self._networks():
+                setattr(network, name, value)
+
+    def _networks(self) -> list[nn.Module]:
+        """Return the networks that compute with the dense network's attributes."""
+        return [self._ffn] if self._grouped is None else [self._ffn, self._grouped]
 
     def are_copies_of(self, ffn: nn.Module) -> bool:
         """Tell if the experts are copies or parts of networks of this one's classes and shapes."""

@@ -14,7 +14,7 @@ from .grouped import Runs, batched_linear, grouped_linear, spread_over_rows
 
 #: Libraries whose networks only call their linear layers and norms. A class of the user's may read
 #: the weights of these, or call them on some of the rows, unless it says ``only_calls_modules``.
-_LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
+LIBRARIES = ("torch", "torchvision", "timm", "transformers", "timm_moe")
 #: Names of torch's and timm's norms over the width that have a weight and perhaps a bias.
 _NORMS = ("LayerNorm", "RMSNorm", "RmsNorm")
 #: Names that a subclass may define and still compute as the class that it derives from.
@@ -157,4 +157,4 @@ def _is_known(module: nn.Module) -> bool:
         return True
     # Both are asked, since users patch the forward of classes.
     places = {original.__module__, original.forward.__module__}
-    return all(place.partition(".")[0] in _LIBRARIES for place in places)
+    return all(place.partition(".")[0] in LIBRARIES for place in places)

@@ -319,6 +319,10 @@ class SharedExpertMlp(MoeMlp):
         for path, module in dropouts(self._ffn):
             self.shared.get_submodule(path).p = module.p  # type: ignore[assignment]
 
+    def _networks(self) -> list[nn.Module]:
+        """Return the routed experts' networks and the shared one."""
+        return [*super()._networks(), self.shared]
+
     def weights_from_dense(self, dense: Mapping[str, Tensor], init: str) -> dict[str, Tensor]:
         """Make the layer's weights from those of a dense network.
 

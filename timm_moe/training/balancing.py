@@ -109,8 +109,8 @@ def _mesh_groups(layer: Any) -> tuple[Any, ...]:
 def _wrapper_groups(layer: Any) -> tuple[Any, ...]:
     """Return the process group of the wrapper around a layer, if there is one.
 
-    A layer does not know its wrappers, so this looks at all objects of the process. A FSDP1 of some
-    processes alone is left out, since a hybrid one tells one of its two groups.
+    A layer does not know its wrappers, so this looks at all objects of the process. An FSDP1 of
+    some processes alone is left out, since a hybrid one tells one of its two groups.
     """
     for each in gc.get_objects():
         kind = type(each)  # isinstance would make some objects import their libraries

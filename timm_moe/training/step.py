@@ -5,8 +5,8 @@ when     what happens
 =======  ==========================================================================================
 before   experts that the optimizer does not know are refused, and the state of other experts
 before   router losses that nobody added are refused; else the routers are cleared
-before   warnings name experts that are trained in eval mode, and those that have a share rate but
-         that nothing averages
+before   warnings name experts that are trained in eval mode, those that have a share rate but that
+         nothing averages, and balancing biases that cannot move
 after    the experts are averaged, see :mod:`timm_moe.training.averaging`
 after    balancing biases move by the choices since the last step
 =======  ==========================================================================================
@@ -154,8 +154,7 @@ def _warn_without_averaging(optimizer: Optimizer, layers: list[MoeMlp], held: se
     left_out = [layer for layer in layers if layer.share_rate and id(layer) not in averaged]
     if not left_out:
         return
-    # FSDP1 leaves a layer no parameter, so nobody knows which optimizer trains it.
-    flat = [layer for layer in left_out if next(layer.parameters(), None) is None]
+    flat = [layer for layer in left_out if _is_flat(layer)]
     trained = layers_of_trained_experts(held, left_out)
     names = [layer.path for layer in (*trained, *flat)]
     if names and is_first_time(optimizer, "not averaged"):
@@ -175,10 +174,15 @@ def _warn_of_flat_biases(optimizer: Optimizer, layers: list[MoeMlp]) -> None:
     names = [
         layer.path
         for layer in only_recording(layers)
-        if layer.router.balancing_bias is not None and next(layer.parameters(), None) is None
+        if layer.router.balancing_bias is not None and _is_flat(layer)
     ]
     if names and is_first_time(optimizer, "flat biases"):
         _logger.warning(
             f"The balancing biases in {', '.join(names)} do not move, as FullyShardedDataParallel "
             "holds the layers in flat pieces: take fully_shard (FSDP2)."
         )
+
+
+def _is_flat(layer: MoeMlp) -> bool:
+    """Tell if FSDP1 has left a layer no parameter, so nobody knows which optimizer trains it."""
+    return next(layer.parameters(), None) is None
