@@ -391,6 +391,8 @@ class Handler(BaseHTTPRequestHandler):
     def branch(self, repo: str, branch: str) -> None:
         repository = self.repository(repo, write=True)
         start = self.read_json().get("startingPoint", "main")
+        if branch.startswith("refs/"):
+            raise Refused(400, f"Invalid reference for a branch: {branch}")
         if branch in repository.revisions:
             raise Refused(409, f"Reference already exists: {branch}")
         repository.revisions[branch] = self.commit_of(repository, start)

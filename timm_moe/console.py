@@ -93,7 +93,7 @@ def shown(value: Any) -> str:
 
 def shown_name(name: str) -> str:
     """Shorten a name for a message, without quotes; what cannot be printed is escaped."""
-    return shown(name)[1:-1]
+    return shortened(_word(name)[1:-1], 80)
 
 
 def _word(value: Any) -> str:

@@ -61,8 +61,8 @@ def check_apart(output: str | Path, sources: Iterable[Any], images: Iterable[Any
         images: folders of images that are read.
 
     Raises:
-        ValueError: if the output is a source itself, or a file in a source's folder or in one of
-            images.
+        ValueError: if the output is a source itself, would replace a file in a source's folder, or
+            is in a folder of images.
     """
     output = Path(output).resolve()
     for folder in images:

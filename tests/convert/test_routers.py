@@ -129,9 +129,10 @@ def test_a_spec_and_a_callable_need_no_name(dense_vit, images):
     assert isinstance(timm_moe.to_dense(model, "sum"), type(model))
 
 
-def test_a_module_that_is_no_router_is_refused(dense_vit):
-    with pytest.raises(TypeError, match=r"timm_moe\.layers\.Router, .*Linear"):
-        timm_moe.convert_to_moe(dense_vit, router=nn.Linear, num_experts=3)
+def test_what_is_no_router_is_refused(dense_vit):
+    for router, name in ((nn.Linear, "Linear"), (lambda dim, num_experts: None, "NoneType")):
+        with pytest.raises(TypeError, match=rf"timm_moe\.layers\.Router, .*{name}"):
+            timm_moe.convert_to_moe(dense_vit, router=router, num_experts=3)
 
 
 def test_a_router_follows_the_network_in_place_and_type(dense_vit):

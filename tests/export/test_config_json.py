@@ -220,15 +220,6 @@ def test_a_damaged_history(ewa_vit, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-def test_a_history_of_an_earlier_version_may_name_the_task(ewa_vit, tmp_path):
-    timm_moe.export_dense(ewa_vit, tmp_path / "vit", problem_type="multi_label_classification")
-    edit(tmp_path / "vit", lambda config: config["timm_moe"].update(task="multilabel"))
-    timm_moe.export_dense(tmp_path / "vit", tmp_path / "again")
-    again = json.loads((tmp_path / "again/config.json").read_text())
-    assert again["problem_type"] == "multi_label_classification"
-    assert "task" not in again["timm_moe"]
-
-
 def card_of(folder):
     return push_dense(folder, "user/vit", dry_run=True).card
 

@@ -192,6 +192,13 @@ def test_a_dense_model_of_transformers_is_written_as_it_is(transformers, tmp_pat
     assert saved[0] == saved[1]
 
 
+def test_a_model_of_two_towers_takes_the_images_of_its_vision_config(transformers, tmp_path):
+    vision = {**SIZE, "intermediate_size": 32, "num_channels": 1}
+    config = transformers.CLIPConfig(vision_config=vision, num_labels=3)
+    model = transformers.CLIPForImageClassification(config)
+    assert export_dense(with_experts(model), tmp_path / "clip").largest_difference < 1e-6
+
+
 def test_a_model_that_does_not_say_which_images_it_takes(transformers, tmp_path):
     config = transformers.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8)
     model = transformers.ResNetForImageClassification(config)

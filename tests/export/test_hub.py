@@ -343,6 +343,9 @@ def test_where_nothing_can_be_pushed(hub, server, checkpoint):
     assert "user/vit" not in server.repositories
     server.faults.quota = 1000
     assert "user/vit: Private repository storage" in hub.refused(checkpoint, "user/vit")
+    server.faults.answers = {"commit": [402]}
+    server.faults.quota = float("inf")
+    assert "does not let you write to user/vit: " in hub.refused(checkpoint, "user/vit")
     assert server.messages("user/vit") == ["initial commit"]
 
 
@@ -358,12 +361,11 @@ def test_the_client_tries_again_after_server_errors(hub, server, checkpoint):
 
 def test_server_errors_that_stay(hub, server, checkpoint):
     server.create("user/vit")
-    for step, statuses in {"whoami": [500], "preupload": [502] * 6, "commit": [500]}.items():
-        server.faults.answers = {step: statuses}
-        assert re.search(
-            r"The Hub failed \(50\d: ",
-            hub.refused(checkpoint, "user/vit"),
-        )
+    faults = {"whoami": [500], "validate_yaml": [429], "preupload": [502] * 6, "commit": [500]}
+    for step, statuses in faults.items():
+        server.faults.answers = {step: [*statuses]}
+        sentence = hub.refused(checkpoint, "user/vit")
+        assert f"The Hub failed ({statuses[0]}: " in sentence
         assert server.messages("user/vit") == ["initial commit"]
     hub.push(checkpoint, "user/vit")
 

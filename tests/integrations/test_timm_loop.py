@@ -483,6 +483,20 @@ def test_updates_that_are_counted_are_not_told_of(ewa_vit, caplog):
     assert ExpertWeightAveraging.of(optimizer).share_rate == 0.3
 
 
+def test_an_epoch_that_a_resumed_run_ends_is_not_told_of(ewa_vit, caplog):
+    optimizer = create_optimizer_v2(ewa_vit, opt="sgd", lr=0.0)
+    for group in optimizer.param_groups:
+        group["ewa_updates"] = torch.tensor(9)
+    scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=3, updates_per_epoch=12)
+    for _ in range(3):
+        ewa_vit(torch.randn(2, 3, 32, 32)).mean().backward()
+        optimizer.step()
+    scheduler.step(1)
+    averaging = ExpertWeightAveraging.of(optimizer)
+    assert averaging.updates == 12
+    assert "optimizer steps" not in caplog.text
+
+
 def train_on_twelve_batches(model, accumulated, stated):
     """Train for three epochs whose updates are stated to the scheduler."""
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.0)

@@ -5,6 +5,7 @@ Some hold copies of the weights, or keep a second sequence of them.
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import timm
@@ -19,7 +20,7 @@ from torch import nn
 import timm_moe
 from timm_moe import ExpertWeightAveraging, start_averaging
 from timm_moe.convert.hooks import add_hooks
-from timm_moe.layers import EwaMlp, RandomPartition
+from timm_moe.layers import EwaMlp, RandomPartition, RecordingRouter, routing_to
 
 
 class Own:
@@ -132,13 +133,33 @@ def test_losses_that_nobody_adds_for_an_unseen_optimizer_are_told_of_once(few_fo
     assert "average_experts_" not in told[0]
 
 
-def test_a_bias_that_an_unseen_optimizer_leaves_at_zero_is_told_of_once(few_forwards):
-    layers = layers_alone(routed_model(balance="bias"))
+class OwnRouter(RecordingRouter):
+    """A router of a user's, whose parameters have names of their own."""
+
+    def __init__(self, dim, num_experts):
+        super().__init__(num_experts, {}, bias_rate=0.1)
+        self.gate = nn.Linear(dim, num_experts)
+
+    def forward(self, x):
+        gate_T1, expert_T1 = self.balancing_bias(self.gate(x.flatten(0, -2))).max(1, keepdim=True)
+        return routing_to(expert_T1, gate_T1, self.num_experts)
+
+
+def of_own_router():
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL_VIT)
+    return timm_moe.convert_to_moe(model, router=OwnRouter)
+
+
+@pytest.mark.parametrize("make", [partial(routed_model, balance="bias"), of_own_router])
+def test_a_bias_that_an_unseen_optimizer_leaves_at_zero_is_told_of_once(make, few_forwards):
+    layers = layers_alone(make())
     own = Own(layers)
     told = warnings_of(layers, own.step)
     assert len(told) == 1
     assert "bias.update(bias.load)" in told[0]
 
+
+def test_a_bias_that_is_updated_or_not_trained_is_not_told_of(few_forwards):
     def step():
         own.step()
         for bias in (layer.router.balancing_bias for layer in layers):
@@ -272,6 +293,17 @@ def test_an_optimizer_that_needs_no_gradients_is_told_of(ewa_vit, caplog):
     optimizer.step()
     assert averaging.share_rate == 0
     assert caplog.text.count("have no gradients, so they are not averaged") == 1
+
+
+def test_a_first_step_may_have_no_gradients(ewa_vit, caplog):
+    layers = layers_alone(ewa_vit)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    averaging = ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=2)
+    optimizer.step()
+    layers(torch.randn(4, 2, 32)).mean().backward()
+    optimizer.step()
+    assert averaging.share_rate == 0.75
+    assert "no gradients" not in caplog.text
 
 
 #: Optimizers whose steps follow weights, norms of whole tensors aside: averaging changes their

@@ -1,6 +1,7 @@
 """Router losses under gradient checkpointing: repetitions in backward do not count."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -108,6 +109,21 @@ def test_compiled_blocks_that_are_repeated_in_backward_leave_no_record(compiled)
     assert_same(*outcomes)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_batch_was_left_out_before_blocks_are_repeated_in_backward(compiled):
+    images, targets = batch()
+    model = routed_model()
+    if compiled:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    model.blocks = Repeated(model.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(images)
+    timm_moe.auxiliary_loss(model)
+    (F.cross_entropy(model(images), targets) + timm_moe.auxiliary_loss(model)).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("options", [{}, dict(balance="bias")])
 def test_reentrant_checkpointing_would_lose_losses_and_loads(options):
     images, _ = batch()
@@ -116,3 +132,17 @@ def test_reentrant_checkpointing_would_lose_losses_and_loads(options):
     y = checkpoint(model.blocks, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"Reentrant.*use_reentrant=False"):
         (y.mean() + timm_moe.auxiliary_loss(model)).backward()
+
+
+@pytest.mark.parametrize("options", [{}, dict(balance="bias")])
+def test_reentrant_checkpointing_loses_nothing_of_a_frozen_router(options):
+    images, _ = batch()
+    outcomes = []
+    for run in (lambda blocks, x: blocks(x), partial(checkpoint, use_reentrant=True)):
+        model = routed_model(**options)
+        for layer in timm_moe.moe_layers(model).values():
+            layer.router.requires_grad_(False)
+        run(model.blocks, model.patch_embed(images)).mean().backward()
+        weights = (each for each in model.blocks.parameters() if each.requires_grad)
+        outcomes.append([weight.grad for weight in weights])
+    assert_same(*outcomes)

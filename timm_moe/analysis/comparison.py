@@ -16,6 +16,7 @@ from timm.data import ImageDataset
 from ..checkpoints.description import SOURCE_PREFIXES
 from ..checkpoints.model_spec import ModelSpec
 from ..export.history import history_of
+from ..files import local_path
 from .data import Inference, load_classifiers, require_different, short_names
 from .evaluation import measure, warn_of_bce
 
@@ -156,7 +157,7 @@ def _runs_of(argument: str) -> Iterator[tuple[tuple[str, ...], str]]:
     if argument.startswith(SOURCE_PREFIXES):
         yield (argument,), argument
         return
-    for pattern in (argument, str(EXPERIMENTS / argument)):
+    for pattern in (str(local_path(argument)), str(EXPERIMENTS / argument)):
         found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
         for path in map(Path, found):
             has_checkpoint = path.is_dir() and (path / CHECKPOINT).exists()

@@ -126,8 +126,9 @@ def load_classifiers(
     class map, or on a data set that numbers its classes itself, and there is no class map here.
 
     Raises:
-        ValueError: if a source is named twice, if a model and the images have different numbers of
-            classes, or different numbers for the same class; and as ``open_model``.
+        ValueError: if a source is named twice; if a model was trained with several labels for an
+            image, has another number of classes than the images, or another number for the same
+            class; and as ``open_model``.
     """
     inference = inference or Inference()
     require_different(sources)

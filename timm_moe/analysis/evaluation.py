@@ -77,8 +77,8 @@ def evaluate(
         and KL are in nats.
 
     Raises:
-        ValueError: if the classes of models and images differ or an output is NaN; and as
-            ``load_source``.
+        ValueError: if an output is NaN; and as
+            :func:`timm_moe.analysis.data.load_classifiers`.
     """
     inference = inference or Inference()
     models, images = load_classifiers(sources, images, spec, use_ema, inference)

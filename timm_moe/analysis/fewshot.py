@@ -86,10 +86,8 @@ class Ridge:
     def left_out_error(self, penalty: float) -> float:
         """Return the mean squared error on each training image by the regression from all others.
 
-        All images are whitened together.
-
-        In closed form it is the error of the whole regression divided by one minus the image's
-        leverage.
+        In closed form, the error on an image is that of the regression from all images, divided by
+        one minus the image's leverage. All images are whitened together.
         """
         leverage_N = self._left.square() @ (
             self._values.square() / (self._values.square() + penalty)

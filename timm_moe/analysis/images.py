@@ -62,8 +62,9 @@ def image_folder(
 
     Raises:
         FileNotFoundError: if there is no such folder or split, or no image of a class.
-        ValueError: if the class map cannot be read, or it and the folders name different classes;
-            or if without one timm numbers two classes by chance.
+        ValueError: if the split asks for a part, or timm cannot list the folder; if the class map
+            cannot be read, leaves a number out, or names other classes than the folders; or if
+            without one timm numbers two classes by chance.
     """
     dataset = _dataset(str(data_dir), split, class_map, option)
     images = FolderImages(dataset.reader.root, reader=dataset.reader)

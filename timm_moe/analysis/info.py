@@ -61,7 +61,7 @@ class ModelInfo:
     members: int  #: members of the ensemble inside the model; each routes its own tokens
     total: int  #: parameters in training
     activated: int  #: parameters that one token passes through in training
-    #: parameters of the dense model; None if the experts stay routed in evaluation
+    #: parameters of the dense model; None without experts, or if they stay routed in evaluation
     exported: int | None
     #: floating-point operations to evaluate one image, in 10^9; a multiply-add counts as two
     #: (timm's GMACs are half); routed experts take every token K times

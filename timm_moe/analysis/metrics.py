@@ -139,7 +139,8 @@ class BrierScore(_MeanOverImages):
 class CalibrationError(_MeanOverImages):
     """Expected calibration error.
 
-    It is the distance of accuracy and confidence in 15 equal bins of the largest probability.
+    It is the distance of accuracy and confidence in ``n_bins`` equal bins of the largest
+    probability.
 
     A bin holds its lower bound, and the last bin also 1. ``update`` raises ValueError on outputs of
     another number of classes.

@@ -139,9 +139,8 @@ def args_of_trainer(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     elif not isinstance(args, dict) or "model" not in args:
         return {}
     stated = {name: _flattened(value) for name, value in args.items()}
-    if isinstance(
-        stated.get("input_size"), int
-    ):  # the side of an image, of DeiT's and MAE's trainers
+    # DeiT's and MAE's trainers state the side of an image.
+    if isinstance(stated.get("input_size"), int):
         stated["img_size"] = stated.pop("input_size")
     return stated
 

@@ -84,7 +84,7 @@ def own_copy(model: nn.Module, spec: ModelSpec | None = None, use_ema: bool = Fa
         model: a model of any library. Of transformers' wrappers of timm models the inner model is
             taken.
         spec: the user's statements about the model.
-        use_ema: has no effect but a warning.
+        use_ema: has no effect but a warning; an error for a model that timm did not make.
 
     Raises:
         ValueError: if its weights are not all here, or something is stated that only models of timm

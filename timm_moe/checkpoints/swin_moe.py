@@ -2,8 +2,7 @@
 
 The files of all processes become one, under timm's names.
 
-Names in shapes: R processes (ranks), e experts or parts of one in a file, E experts, D width, H
-hidden width, h heads.
+Names in shapes: e experts or parts of one in a file, D width, H hidden width, h heads.
 """
 
 import math

@@ -49,11 +49,11 @@ def convert_to_moe(
         num_experts: E, the number of experts in each layer.
         moe_layers: the blocks, counted from 0 over the whole model by their feed-forward networks:
             a block with two of them counts twice (TNT, DaViT, MaxViT, parallel ViTs), so that
-            ``"every-2"`` takes its second one. ``"every-n"``: blocks n-1,
-            2n-1, ...; ``"last-n"``: the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n
-            blocks; or block numbers, as ``"1,3,5"`` or as integers. By default ``"every-2"``, or
-            all networks that ``modules`` names. A block whose network cannot become experts counts
-            too: a rule leaves it as it is, with a warning; its number is an error.
+            ``"every-2"`` takes its second one. ``"every-n"``: blocks n-1, 2n-1, ...; ``"last-n"``:
+            the last n odd blocks, as in V-MoE; ``"tail-n"``: the last n blocks; or block numbers,
+            as ``"1,3,5"`` or as integers. By default ``"every-2"``, or all networks that
+            ``modules`` names. A block whose network cannot become experts counts too: a rule
+            leaves it as it is, with a warning; its number is an error.
         router: ``"random"``, the random partition of EWA; ``"top_k"``, learned routing as in V-MoE;
             ``"expert_choice"``, where each expert chooses its tokens; ``"soft"``, where experts
             compute mixtures of an image's tokens (Soft MoE); the name of a router registered by
@@ -145,8 +145,9 @@ def convert_to_moe(
         factory = spec.last_factory if path == last and spec.last_factory else spec.factory
         weight = next(module.weight for module in ffn.modules() if isinstance(module, nn.Linear))
         with torch.device(weight.device):
-            own_router = factory(probe(ffn).width, num_experts, **router_options).to(weight.dtype)
+            own_router = factory(probe(ffn).width, num_experts, **router_options)
         layer = spec.layer(ffn, own_router, **layer_options)
+        layer.router.to(weight.dtype)
         if layer.num_experts != num_experts:
             raise ValueError(
                 f"router={spec.name!r} has {layer.num_experts} experts in {path}, not num_experts="

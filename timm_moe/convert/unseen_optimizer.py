@@ -61,7 +61,8 @@ def _remedies(layer: MoeMlp) -> list[str]:
     if totals is not None and totals.lost and not totals.forwards:
         remedies.append("add timm_moe.auxiliary_loss(model) to the loss after each forward")
     bias = getattr(layer.router, "balancing_bias", None)
-    if bias is not None and layer.router.weight.requires_grad and not bias.steps.any():
+    is_trained = any(parameter.requires_grad for parameter in layer.router.parameters())
+    if bias is not None and is_trained and not bias.steps.any():
         remedies.append(
             "call bias.update(bias.load) of each router's balancing_bias after each step"
         )

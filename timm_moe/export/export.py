@@ -130,11 +130,11 @@ def export_moe(
     """Write an expert model with its experts.
 
     ``timm.create_model("local-dir:DIR", pretrained=True)`` loads it where this package is
-    installed.
+    installed, and so does Hugging Face transformers.
 
-    Hugging Face transformers loads it there, too. The written files are
-    loaded again before the folder appears under its name: the tensors must equal the model's bit
-    for bit, and the outputs on random images must be the same, to 1e-4 of the largest.
+    The written files are loaded again before the folder appears under its name. The tensors must
+    equal the model's bit for bit. The outputs on random images, or on ``example_inputs``, must be
+    the same to 1e-4 of the largest.
 
     Args:
         source: an expert model of a registered name, or a file or folder of one, as for

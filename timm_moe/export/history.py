@@ -208,7 +208,6 @@ def recorded_history(origin: Origin) -> History | None:
         record = dict(origin.recorded)
         if record.pop("weights", None) != digest(origin.folder):
             return None
-        record.pop("task", None)  # of an earlier version; now it is config.json's problem_type
         if _OF_EXPERTS in record:
             record["metrics"] = record.pop(_OF_EXPERTS)
         if record.get("experts") is not None:

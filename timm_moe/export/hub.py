@@ -69,6 +69,10 @@ def commit(
 
     Returns:
         The commit's URL, or None where the files are there already; and the revision to load.
+
+    Raises:
+        ValueError: if the Hub rejects the card.
+        PermissionError: if the repository is to be private, and is there already and public.
     """
     repo_id, revision = settings.repo_id, settings.revision
     card = files["README.md"]

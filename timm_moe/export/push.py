@@ -154,7 +154,7 @@ def _own_card(readme: Path, settings: PushOptions) -> str:
             f"{readme.parent.name} has a README.md of its own: state licence, data set and metrics "
             "there, or take the file away."
         )
-    return require_inside(readme, readme.parent).read_text(encoding="utf-8")
+    return readme.read_text(encoding="utf-8")
 
 
 def _publish(

@@ -26,6 +26,10 @@ def inputs_for(model: nn.Module, example_inputs: Any) -> Any:
 
     None is returned, with a warning, if a model that is neither of timm nor of transformers does
     not say what it takes.
+
+    Raises:
+        ValueError: if the example inputs hold no tensor, or the config of a model of transformers
+            does not say which images it takes.
     """
     if example_inputs is None:
         shape = _image_shape(model)
@@ -95,8 +99,8 @@ def source_outputs(model: nn.Module, inputs: Any) -> Any:
         ) from error
     if not all(tensor.isfinite().all() for tensor in tensors_in(expected)):
         raise ValueError(
-            "The model's weights are finite, but its outputs on random images hold NaN or Inf, so "
-            "it is not exported."
+            "The model's weights are finite, but its outputs hold NaN or Inf, so it is not "
+            "exported."
         )
     return expected
 
@@ -114,10 +118,11 @@ def _remedy_of_stem(model: nn.Module) -> str | None:
 
 
 def compare(expected: Any, loaded: nn.Module, inputs: Any) -> float | None:
-    """Return the largest difference of outputs; None if there are no inputs.
+    """Return the largest difference of outputs; None if there are no inputs, or no outputs.
 
     Raises:
-        ValueError: if it is larger than :data:`TOLERANCE` allows.
+        ValueError: if the outputs have other shapes, or differ by more than :data:`TOLERANCE`
+            allows.
     """
     if inputs is None:
         return None

@@ -4,7 +4,8 @@
 changed                   what the change does
 ========================  =========================================================================
 ``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
-``create_optimizer_v2``   excludes the experts' biases from weight decay, and experts from Muon
+``create_optimizer_v2``   leaves the experts to the fallback of Muon
+``param_groups_*``        (both) exclude the experts' biases and norm scales from weight decay
 ``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch;
                           begins the statistics anew; logs which experts are routed, and how
 ``Scheduler.step``        tells where a resumed run starts, and ends an epoch of routing statistics
@@ -245,10 +246,12 @@ class _RunAveraging(ExpertWeightAveraging):
 
         The caller may have counted batches where several make a step.
         """
-        updates = self.updates
-        taken = updates - self._updates_before
+        updates, before = self.updates, self._updates_before
         self._updates_before = updates
-        is_short = self.started and self.has_experts and 0 < taken <= self.updates_per_epoch / 2
+        taken = updates - before
+        is_whole = before % self.updates_per_epoch == 0  # A resumed run may begin amid an epoch.
+        is_trained = self.started and self.has_experts
+        is_short = is_trained and is_whole and 0 < taken <= self.updates_per_epoch / 2
         if is_short and is_first_time(optimizer, "short epoch"):
             _logger.warning(
                 f"EWA: an epoch took {taken} optimizer steps, but create_scheduler_v2 was given "

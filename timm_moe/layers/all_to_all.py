@@ -43,7 +43,8 @@ class Dispatcher:
         Args:
             experts: the part of :meth:`Experts.run` for one process.
             x_ND: rows, sorted by expert.
-            end: (E,) end of each expert's run; None if all have ``slots_per_expert`` rows.
+            end: end of each expert's run, (L,) here and (E,) in :class:`AllToAllDispatcher`; None
+                if all have ``slots_per_expert`` rows.
             slots_per_expert: number of rows of each expert, or None.
         """
         return experts(x_ND, end, slots_per_expert)

@@ -54,6 +54,9 @@ class TilingRouter(TiledRouter):
 
     It is the ablation "only tiling". Members differ only by the noise on their logits, so there
     must be noise, and it is added in eval mode too.
+
+    Raises:
+        ValueError: if ``noise_std`` is 0; and as :class:`TopKRouter`.
     """
 
     noisy_in_eval = True

@@ -2,8 +2,9 @@
 
 The rows of each expert are a run: expert e has the rows from ``end_E[e - 1]`` to ``end_E[e]``. No
 shape depends on the lengths of the runs. With ``end_E`` on the CPU nothing waits for a GPU. With
-``end_E`` on a GPU nothing waits where :func:`multiplies_by_offsets` holds; elsewhere each product
-waits for the lengths. Experts with equally many rows, (E, C, D), need no lengths.
+``end_E`` on a GPU nothing waits where :func:`multiplies_by_offsets` holds; elsewhere
+:func:`runs_of` waits once for the lengths. Experts with equally many rows, (E, C, D), need no
+lengths.
 
 Products are in the type of the rows. Under autocast each product casts the weights that it needs,
 in the backward pass once more. So no cast weights are kept, and weights must not change between the

@@ -242,7 +242,7 @@ class MoeMlp(Experts):
             mode in (Mode.COMPILED, Mode.EXPORTED) and not (self.is_grouped or self.dispatcher)
         ):
             y_TD = self._weigh_all(x_TD, routing, mode)
-        else:  # A dispatcher computes outside of compiled code.
+        else:  # With a dispatcher too, since this process cannot run the experts of others.
             y_ND = self.run(
                 dispatch(x_TD, routing, self.dtype_of_rows(x_TD, mode)),
                 routing.offsets,

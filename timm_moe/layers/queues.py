@@ -59,7 +59,7 @@ def expert_capacity(
     multiple_of: int = 4,
     most: int | None = None,
 ) -> int:
-    """Return the number of rows that an expert takes of a group (V-MoE, section 2.3).
+    """Return the number of rows that an expert takes of a group (V-MoE, section 2.4).
 
     It is ``choices * capacity_factor / num_experts``, rounded.
 

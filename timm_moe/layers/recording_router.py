@@ -145,27 +145,28 @@ class RecordingRouter(Router):
                 f"{type(self).__name__} records no loss {name!r}, and loss_weights has one: record "
                 "it in every forward, as zero where it has no part."
             )
+        # A frozen router keeps its bias, and is not to be balanced by the layers before it either.
+        parameters = list(self.parameters())
+        is_trained = any(parameter.requires_grad for parameter in parameters)
+        due = losses if is_trained or not parameters else {}
+        bias = self.balancing_bias if is_trained else None
         # In a repetition only the record is left out, not the losses, since checkpointing expects
         # the same operators again.
         if in_backward():
-            if (losses or self.balancing_bias is not None) and not (self.records or self.added):
+            if (due or bias is not None) and not (self.records or self.added):
                 raise RuntimeError(
                     "Reentrant gradient checkpointing loses the routers' losses and loads: give it "
                     "use_reentrant=False."
                 )
             return
-        # A frozen router keeps its bias, and is not to be balanced by the layers before it either.
-        parameters = list(self.parameters())
-        is_trained = any(parameter.requires_grad for parameter in parameters)
-        if self.balancing_bias is not None and is_trained:
-            self.balancing_bias.count(load_GE.sum(0))
+        if bias is not None:
+            bias.count(load_GE.sum(0))
         # Compiled code does not look at the state: with other values it would be compiled to
         # another graph, and checkpointing fails. It cannot tell a repetition in backward from a
         # forward either, so `waiting` ignores its repetitions.
         if not torch.compiler.is_compiling() and self.added and self.begun is not Begun.NOTHING:
             # A part of the model is called by itself after the losses of a forward were added.
             self._begin(Begun.TASK if self.begun is Begun.TASK else Begun.NOTHING)
-        due = losses if is_trained or not parameters else {}
         weighted = [self.loss_weights[name] * loss for name, loss in due.items()]
         record = RouterRecord(
             losses={name: loss.detach() for name, loss in losses.items()},
@@ -232,9 +233,10 @@ class RecordingRouter(Router):
 
         There are none in eval mode, where losses of an earlier training forward are not due.
         """
-        # No backward repeats a forward before it has reached the sum of the added losses.
+        # No backward repeats a forward before it has reached the sum of the added losses. Earlier
+        # sums may be those of batches that were left out.
         are_repetitions = (
-            self.added and self.begun in (Begun.FORWARD, Begun.TASK) and not self.totals.untrained
+            self.added and self.begun in (Begun.FORWARD, Begun.TASK) and self.totals.is_last_trained
         )
         return self.records if self.training and not are_repetitions else []
 
@@ -258,8 +260,7 @@ class RecordingRouter(Router):
         The caller has looked for pending losses.
         """
         self._begin(Begun.NOTHING)
-        self.totals.lost = 0
-        self.totals.untrained.clear()
+        self.totals.end_step()
 
     def end_other_step(self) -> None:
         """Note that an optimizer steps that does not train this router.

@@ -147,13 +147,34 @@ class RouterTotals:
             began.
         untrained: sums of losses that were taken since the last optimizer step, and that no
             backward has reached; each is an object of its own.
+        is_last_trained: whether backward has reached the sum that was taken last.
     """
 
     def __init__(self) -> None:
         self.forwards = self.lost = 0
         self.untrained: set[object] = set()
+        self.is_last_trained = True
+        self._last_sum: object = None
         self._kept: list[RouterRecord] = []
         self._sums: dict[Reader, Sums] = {}
+
+    def take(self, sum_of_losses: object) -> None:
+        """Note that a sum of losses was taken."""
+        self.untrained.add(sum_of_losses)
+        self._last_sum = sum_of_losses
+        self.is_last_trained = False
+
+    def reach(self, sum_of_losses: object) -> None:
+        """Note that backward reaches a sum of losses that was taken."""
+        self.untrained.discard(sum_of_losses)
+        if sum_of_losses is self._last_sum:
+            self.is_last_trained = True
+
+    def end_step(self) -> None:
+        """Forget what was lost or not trained before a step of the router's optimizer."""
+        self.lost = 0
+        self.untrained.clear()
+        self.is_last_trained = True
 
     def add(self, record: RouterRecord) -> None:
         """Add a record, whose tensors nobody changes, and which holds no graph."""

@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "huge": dict(embed_dim=1280, depth=32, num_heads=16),
 }
 #: Preprocessing as in V-MoE's configurations, for models that have no counterpart in timm.
-VMOE_S_CFG: dict[str, Any] = dict(
+_OWN_CFG: dict[str, Any] = dict(
     num_classes=1000,
     first_conv="patch_embed.proj",
     classifier="head",
@@ -48,8 +48,8 @@ class Variant(NamedTuple):
 
     Attributes:
         description: one line about the model.
-        stock: the model of timm whose pretrained tags it takes over, and as which its weights are
-            exported.
+        stock: the dense model whose pretrained tags it takes over, and as which its weights are
+            exported; a model of timm, but for WideNet.
         args: arguments that make the stock class this model.
         own_size: arguments that the exported model needs too, since timm has no model of this
             size, and no weights for it.
@@ -68,7 +68,7 @@ class Variant(NamedTuple):
         changes: dict[str, Any] = {"input_size": (3, size, size)} if size else {}
         changes |= self.cfg
         stock = {} if self.own_size else cfgs_like(self.stock, name, **changes)
-        return stock or {name: VMOE_S_CFG}
+        return stock or {name: _OWN_CFG}
 
 
 def of_size(

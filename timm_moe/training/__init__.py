@@ -1,4 +1,4 @@
-"""Training between forward and step: averaging, router losses, placement over processes."""
+"""Training of experts: averaging, router losses, placement over processes."""
 
 from .averaging import ExpertWeightAveraging, average_experts_
 from .expert_parallel import parallelize_experts

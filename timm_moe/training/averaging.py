@@ -269,9 +269,10 @@ class ExpertWeightAveraging:
         return self._count
 
     def _set_count(self, count: int | Tensor) -> None:
-        """Set the count. On a device it stays the tensor that a CUDA graph adds to.
+        """Set the count.
 
-        On the host it is a new one, since a state of the optimizer that was taken holds the old.
+        On a device it stays the tensor that a CUDA graph adds to. On the host it is a new one,
+        since a state of the optimizer that was taken holds the old.
         """
         if self._is_on_device:
             self._count.copy_(torch.as_tensor(count))
@@ -315,6 +316,7 @@ class ExpertWeightAveraging:
 
         Raises:
             ValueError: if the experts cannot be averaged, or the share rate is out of range.
+            RuntimeError: if a CUDA graph captures the step, and its count is on the host.
         """
         if not self._steps.begin(optimizer):
             return
@@ -402,7 +404,9 @@ class ExpertWeightAveraging:
             return
         self._note_trained()  # A closure computes gradients within the step.
         due = [each for each in self._due if id(each[0]) in self._trained]
-        if self._due and not self._trained and is_first_time(optimizer, "no gradients"):
+        # The first step may have none, as where a trainer leaves out the first batch.
+        is_without = self._due and not self._trained and self.started
+        if is_without and is_first_time(optimizer, "no gradients"):
             _logger.warning(
                 "EWA: the experts that this optimizer holds have no gradients, so they are not "
                 "averaged."

@@ -42,7 +42,7 @@ def write_epoch(folder: Path, epoch: int, optimizer: Optimizer) -> None:
     for layer in layers:
         path = layer.path
         statistics[path] = {"spread": relative_distance_to_mean(layer)}
-        # There is no summary of a layer that was not trained, or has no losses.
+        # There is no summary of a router that takes no records, or did not run in training.
         for summary in summaries_for(Reader.EPOCH, {path: layer}).values():
             statistics[path] |= vars(summary)
     share_rate = None if averaging is None else averaging.share_rate
@@ -62,8 +62,8 @@ def read_epochs(folder: Path) -> list[dict[str, Any]]:
     Returns:
         A dictionary for each epoch: its number ``epoch``, the ``share_rate`` of its last averaging
         (None without one), and its ``layers`` by name. A layer has a ``spread``, see
-        :func:`relative_distance_to_mean`. A routed layer has ``losses``, ``dropped`` and ``load``
-        too, see :class:`timm_moe.RoutingSummary`.
+        :func:`relative_distance_to_mean`. One whose router takes records has ``losses``,
+        ``dropped`` and ``load`` too, see :class:`timm_moe.RoutingSummary`.
 
     Raises:
         ValueError: if the file is damaged.

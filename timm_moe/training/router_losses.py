@@ -92,11 +92,11 @@ def _follow(total: Tensor, of_routers: set[RouterTotals]) -> None:
     """Let the routers know when backward reaches a sum of their losses."""
     sum_of_losses = object()
     for totals in of_routers:
-        totals.untrained.add(sum_of_losses)
+        totals.take(sum_of_losses)
 
     def is_trained(gradient: Tensor) -> None:
         for totals in of_routers:
-            totals.untrained.discard(sum_of_losses)
+            totals.reach(sum_of_losses)
 
     total.register_hook(is_trained)
 

@@ -43,7 +43,8 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ValueError: if the optimizer or its state belongs to the dense model, or the experts cannot
             be averaged.
-        RuntimeError: if losses of routers that it trains wait.
+        RuntimeError: if losses of routers that it trains wait, or a CUDA graph captures a step
+            whose count is on the host.
     """
     layers = living(MoeMlp)
     if layers and not only_makes_state(optimizer, args, kwargs):

@@ -13,6 +13,7 @@ from common import make_model, save_as_train_py
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 
 from timm_moe import moe_layers
 from timm_moe.analysis.data import Inference, image_bytes, image_mode
@@ -63,7 +64,9 @@ def test_majority_of_a_patch(batch, rows, columns, side, data):
         st.integers(0, 3), min_size=(size := batch * rows * columns * side**2), max_size=size
     )
     labels = torch.tensor(data.draw(numbers)).view(batch, rows * side, columns * side)
-    majority = majority_labels(labels, (rows, columns)).view(batch, rows, columns)
+    rest = data.draw(st.integers(0, side - 1))  # pixels beyond the last whole patch
+    labels = nn.functional.pad(labels, (0, rest, 0, rest), value=3)
+    majority = majority_labels(labels, (side, side)).view(batch, rows, columns)
     for image in range(batch):
         for row in range(rows):
             for column in range(columns):
@@ -115,7 +118,7 @@ def test_patches_are_counted_by_their_label(masked, name, options, members):
     expected = torch.zeros(3, 4, dtype=torch.double)
     different, patches = [], 0
     for image, (_, labels) in enumerate(images):
-        classes = majority_labels(labels[None], model.patch_embed.grid_size)[0]
+        classes = majority_labels(labels[None], model.patch_embed.patch_size)[0]
         used = set()
         for patch, label in enumerate(classes.tolist()):
             experts = chosen[image, :, model.num_prefix_tokens + patch].flatten().tolist()
@@ -333,7 +336,7 @@ def test_the_patches_are_those_of_the_images_and_not_of_the_size_that_the_model_
     images = MaskedImages(masked / "images", masked / "masks", config, NAMES, VOID)
     routes = collect_patch_routes(model, images, HERE)
     expected = torch.stack(
-        [majority_labels(labels[None], (size[0] // 8, size[1] // 8))[0] for _, labels in images]
+        [majority_labels(labels[None], (8, 8))[0] for _, labels in images]
     )
     known = routes[0].labels >= 0
     assert torch.equal(routes[0].labels[known], expected[known])

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...checkpoints.model_spec import ModelSpec
 from ...export.history import history_of
-from ...files import check_folder, written_whole
+from ...files import check_folder, local_path, written_whole
 from ...model_config import get_pretrained_cfg
 from ..data import (
     Inference,
@@ -120,6 +120,6 @@ def write_report(
 
 def _run_folder(source: Source) -> Path | None:
     """Return train.py's folder if a source is a file in it."""
-    if isinstance(source, nn.Module) or not Path(source).is_file():
+    if isinstance(source, nn.Module) or not local_path(source).is_file():
         return None
-    return Path(source).parent
+    return local_path(source).parent

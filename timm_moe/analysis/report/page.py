@@ -35,7 +35,7 @@ class Part:
     text: str = ""
     chart: dict[str, Any] | None = None  #: a Vega-Lite specification
     table: list[list[str]] | None = None  #: rows of cells, the first one the head
-    routes: dict[str, Any] | None = None  #: data of a drawing by page.js
+    routes: dict[str, Any] | None = None  #: data of a drawing by page.html or page.js
 
 
 @dataclass

@@ -148,7 +148,7 @@ def add_calls(
         mixtures: by the names of the calls; new calls are put here.
         calls: of the batch, by a :class:`RouterWatcher`.
         model: that was called.
-        images: (B, 3, H, W), the batch.
+        images: (B, channels, H, W), the batch as the model got it.
         shown: indices of the images that are shown.
     """
     for call in calls:

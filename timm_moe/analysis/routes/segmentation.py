@@ -172,11 +172,16 @@ class MaskedImages(Dataset):
         yield from reading(loader, self.root, len(self), inference)
 
 
-def majority_labels(labels_BHW: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the most frequent label (B, P) of each patch in a grid of rows and columns.
+def majority_labels(labels_BHW: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """Return the most frequent label of each patch, (B, P), row by row.
 
-    If several are equally frequent, it is the smallest.
+    If several are equally frequent, it is the smallest. Pixels beyond the last whole patch are in
+    none, as with patches of 14 in 384 pixels.
+
+    Args:
+        labels_BHW: label of each pixel.
+        patch_size: height and width of a patch, in pixels.
     """
-    rows, columns = grid
-    patches = labels_BHW.unflatten(2, (columns, -1)).unflatten(1, (rows, -1)).transpose(2, 3)
+    height, width = patch_size
+    patches = labels_BHW.unfold(1, height, height).unfold(2, width, width)
     return patches.flatten(3).mode(3).values.flatten(1)

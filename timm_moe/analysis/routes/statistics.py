@@ -296,15 +296,15 @@ def collect_patch_routes(
     """
     prefix: Any = getattr(model, "num_prefix_tokens", None)
     embedding: Any = getattr(model, "patch_embed", None)
-    if prefix is None or not hasattr(embedding, "dynamic_feat_size"):
+    if prefix is None or not hasattr(embedding, "feat_ratio"):
         raise ValueError(
-            f"A {type(model).__name__} lacks num_prefix_tokens or patch_embed.dynamic_feat_size, "
-            "so the patches that its tokens stand for are not known: give a ViT."
+            f"A {type(model).__name__} lacks num_prefix_tokens or patch_embed.feat_ratio, so the "
+            "patches that its tokens stand for are not known: give a ViT."
         )
-    grid = embedding.dynamic_feat_size(images.size)
+    patch_size = embedding.feat_ratio(as_scalar=False)
     place = device_and_type(model, inference)
     of_patches = (
-        (x.to(*place), majority_labels(labels_BHW, grid))
+        (x.to(*place), majority_labels(labels_BHW, patch_size))
         for x, labels_BHW in images.batches(inference)
     )
     with in_eval_mode([model]):
