@@ -335,8 +335,6 @@ def test_the_patches_are_those_of_the_images_and_not_of_the_size_that_the_model_
     config = {**preprocessing(model), "input_size": (3, *size)}
     images = MaskedImages(masked / "images", masked / "masks", config, NAMES, VOID)
     routes = collect_patch_routes(model, images, HERE)
-    expected = torch.stack(
-        [majority_labels(labels[None], (8, 8))[0] for _, labels in images]
-    )
+    expected = torch.stack([majority_labels(labels[None], (8, 8))[0] for _, labels in images])
     known = routes[0].labels >= 0
     assert torch.equal(routes[0].labels[known], expected[known])
