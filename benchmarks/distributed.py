@@ -224,6 +224,6 @@ of the model. Memory is {memory} a GPU at any of them.
   whatever the number of images. FSDP2 gathers ahead, so more images a GPU hide it, and half the
   bytes go in bfloat16.
 - More than E = 32 processes cannot share a layer's experts: further ones are efsdp's.
-- A process sends nearly as much at any `ep`, but in smaller messages: {message} MB each at ep 32,
+- All-to-all sends nearly as much at any `ep`, but in smaller messages: {message} MB each at ep 32,
   in proportion to the images. The host waits once a layer for the numbers of rows.
 """

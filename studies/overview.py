@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from timm_moe.analysis.paired import Difference
+from timm_moe.analysis.paired import BETTER, WORSE, Difference
 
 from .catalogue import STUDIES
 from .catalogue.ensembles import PBE
@@ -113,7 +113,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     axes.axvline(0, color="black", linewidth=0.8)
     for place, (row, found) in enumerate(rows):
         paper = row.paper()
-        color = "C7" if found.low <= 0 <= found.high else ("C2" if found.mean > 0 else "C3")
+        color = {BETTER: "C2", WORSE: "C3"}.get(found.verdict(1), "C7")
         width = [[found.mean - found.low], [found.high - found.mean]]
         axes.errorbar(found.mean, place, xerr=width, fmt="o", color=color, capsize=3)
         if paper is not None and paper > SHOWN[0]:

@@ -351,4 +351,4 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
         f"hours{uncounted}."
     )
     if len({cost["versions"]["device"] for cost in costs}) > 1:
-        yield "Arms that are compared ran on different kinds of CPU in part."
+        yield "Arms that are compared ran in part on different devices, or with other numbers of threads."

@@ -124,9 +124,10 @@ def _is_whole(row: Row, known: dict[str, Outcome]) -> bool:
 
 
 def _is_compared(outcome: Outcome, pair: Compared) -> bool:
-    """Tell if the two arms of a comparison share a seed."""
+    """Tell if the two arms of a comparison share two seeds: one pair has no interval and no p."""
     figure = outcome.study.measure.figure(pair.figure)
-    return outcome.difference(pair.first, pair.second, figure) is not None
+    difference = outcome.difference(pair.first, pair.second, figure)
+    return difference is not None and difference.pairs > 1
 
 
 def _cells(row: Row, known: dict[str, Outcome]) -> dict[str, str]:

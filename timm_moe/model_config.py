@@ -99,8 +99,10 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
     resolved = resolve_data_config({**given, "in_chans": channels}, model=model)
 
     # timm's validate.py would prefer an entry test_NAME.
-    of_test = {f"test_{name}": None for name in entries}
-    change_pretrained_cfg(model, **of_test, **{name: resolved[name] for name in entries})
+    outdated = {f"test_{name}": None for name in entries}
+    if tuple(resolved["input_size"]) != tuple(get_pretrained_cfg(model)["input_size"]):
+        outdated["pool_size"] = None
+    change_pretrained_cfg(model, **outdated, **{name: resolved[name] for name in entries})
 
     wanted_size = tuple(resolved["input_size"][1:])
     if "input_size" in entries and model_input_size(model)[1:] != wanted_size:

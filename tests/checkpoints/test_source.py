@@ -692,6 +692,24 @@ def test_the_pooling_is_that_of_the_training(tmp_path):
     assert torch.equal(load_source(file).eval()(images), trained(images))
 
 
+def test_what_train_py_was_not_told_is_that_of_the_models_folder(tmp_path):
+    options = dict(num_classes=5, global_pool="max", bn_eps=0.1)
+    trained = timm.create_model("test_efficientnet", **options).eval()
+    folder = timm_moe.export_dense(trained, tmp_path / "folder").path
+    name = f"local-dir:{folder}"
+    file = save_as_train_py(tmp_path / "last.pth.tar", trained, name, model_kwargs={})
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(load_source(file, ModelSpec(name)).eval()(images), trained(images))
+
+
+def test_integers_of_averaged_checkpoints_are_read(tmp_path):
+    """timm's avg_checkpoints.py writes all tensors as float32."""
+    model = timm.create_model("test_efficientnet", num_classes=5)
+    weights = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    save_file(weights, tmp_path / "averaged.safetensors")
+    assert same(load_source(tmp_path / "averaged.safetensors", ModelSpec("test_efficientnet", 5)), model)
+
+
 def test_weights_of_another_kind_of_numbers_are_refused(ewa_vit, tmp_path):
     weights = {**ewa_vit.state_dict(), "head.bias": torch.zeros(5, dtype=torch.long)}
     torch.save(weights, tmp_path / "a.pth")

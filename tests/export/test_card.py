@@ -196,6 +196,7 @@ def test_a_folder_is_the_start_of_a_training_by_pretrained_alone(checkpoint, tmp
         (dict(initial_checkpoint="first.pth.tar", start_epoch=0), "last.pth.tar"),
         (dict(pretrained=True, start_epoch=0), "last.pth.tar"),
         (dict(pretrained=True, pretrained_path="/a/first.safetensors"), "first.safetensors"),
+        (dict(pretrained_path="/a/first.safetensors"), None),
     ],
 )
 def test_a_resumed_run_names_where_its_weights_began(checkpoint, tmp_path, args, start):

@@ -118,9 +118,9 @@ def fewshot(
 
     This is done several times, with other images each time.
 
-    Each number of shots has one penalty, which has the best mean rank over all folders and draws by
-    the accuracy on the test images, as in V-MoE's code. The shots of a draw contain its smaller
-    numbers of shots.
+    Each kind of regression and number of shots has one penalty. It has the best mean rank over all
+    folders and draws by the accuracy on the test images, as in V-MoE's code. The shots of a draw
+    contain its smaller numbers of shots.
 
     Args:
         sources: models, or sources of :func:`timm_moe.checkpoints.source.load_source`; several

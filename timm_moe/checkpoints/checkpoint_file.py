@@ -115,7 +115,12 @@ def _candidates(
     blueprint = blueprint_of(name, spec)
     with _refusing_damaged_arguments(path):
         used, image = model_arguments(train_args)
-        stated = {option: value for option, value in used.items() if option not in spec.args()}
+        # What train.py was not told comes from the name or the folder of the model.
+        stated = {
+            option: value
+            for option, value in used.items()
+            if value is not None and option not in spec.args()
+        }
     check_arguments(blueprint.architecture, stated, path)
     plain = {**blueprint.args, **stated, **spec.args()}
     of_own_size = replace(blueprint, args=plain)

@@ -338,10 +338,12 @@ def _stated_start(args: dict[str, Any]) -> Any:
     None is returned if there are none. ``--resume`` with ``--start-epoch 0`` begins from a file.
     """
     starts = [args.get("resume")] if args.get("start_epoch") == 0 else []
-    starts += [args.get("initial_checkpoint"), args.get("pretrained_path")]
-    overlay = (args.get("model_kwargs") or {}).get("pretrained_cfg_overlay")
-    if isinstance(overlay, dict):
-        starts += [overlay.get(name) for name in ("file", "url", "hf_hub_id")]
+    starts.append(args.get("initial_checkpoint"))
+    if args.get("pretrained"):  # Without it timm does not look at the others.
+        starts.append(args.get("pretrained_path"))
+        overlay = (args.get("model_kwargs") or {}).get("pretrained_cfg_overlay")
+        if isinstance(overlay, dict):
+            starts += [overlay.get(name) for name in ("file", "url", "hf_hub_id")]
     return next(filter(None, starts), None)
 
 

@@ -78,7 +78,11 @@ def write_report(
     read = [read_run(_run_folder(source)) for source in sources]
     models, images = load_classifiers(sources, images, spec, use_ema, inference)
     runs = [
-        run_section(run_of_model(run, model), classes, getattr(model, "origin", None))
+        run_section(
+            run_of_model(run, model),
+            model.num_classes,  # type: ignore[arg-type]
+            getattr(model, "origin", None),
+        )
         for run, model in zip(read, models, strict=True)
     ]
     names = short_names([Path(describe_source(source)).parts for source in sources])

@@ -3,6 +3,7 @@
 Shape suffixes: T rows, D width, E experts.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from ...images import chosen
 from .. import charts
 from ..page import Part, Section
 
-#: Rows of a layer's input on which the outputs of its experts are compared.
+#: Largest number of rows of a layer's input on which the outputs of its experts are compared.
 ROWS = 512
 #: Images that these rows come from.
 IMAGES = 16
@@ -66,7 +67,7 @@ def expert_similarity(
                 [tensor.float().reshape(layer.num_experts, -1) for tensor in stacked], 1
             )
             x_TD = torch.cat(rows[path])
-            x_TD = x_TD[:: max(1, len(x_TD) // ROWS)][:ROWS]
+            x_TD = x_TD[:: math.ceil(len(x_TD) / ROWS)]
             outputs = [_output(layer, expert, x_TD).float() for expert in range(layer.num_experts)]
             cosines = _cosines(weights_ED.unsqueeze(1)), _cosines(torch.stack(outputs))
             similarities.append(ExpertSimilarity(path, *cosines, relative_distance_to_mean(layer)))
