@@ -351,4 +351,7 @@ def _circumstances(outcome: Outcome) -> Iterator[str]:
         f"hours{uncounted}."
     )
     if len({cost["versions"]["device"] for cost in costs}) > 1:
-        yield "Arms that are compared ran in part on different devices, or with other numbers of threads."
+        yield (
+            "Arms that are compared ran in part on different devices, or with other numbers of "
+            "threads."
+        )

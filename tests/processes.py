@@ -279,6 +279,12 @@ def messages_of_the_package(level=logging.WARNING):
     return messages
 
 
+def torchrun(processes):
+    """Return the words after the interpreter's that start a script in several processes."""
+    module = "torch.distributed.run"
+    return ["-m", module, "--standalone", "--nproc-per-node", str(processes)]
+
+
 def free_port():
     """Return the number of a port on which nothing listens."""
     with socket.socket() as free:

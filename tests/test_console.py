@@ -18,7 +18,7 @@ import torch
 from common import SMALL_VIT_KWARGS, make_model, write_images
 from safetensors.torch import save_file
 
-from timm_moe.console import PrintableFormatter, describe, printable, show
+from timm_moe.console import PrintableFormatter, describe, printable, show, shown_name
 from timm_moe_cli import main
 
 #: Mathematics for matplotlib, a colour and a second line for a terminal, bytes that are no UTF-8,
@@ -63,6 +63,11 @@ def test_a_name_is_written_on_one_line_and_steers_nothing(name):
     text.encode()
     assert printable("héé 漢字 🙂 ±") == "héé 漢字 🙂 ±"
     assert printable(ValueError("a\x9b1m")) == r"a\x9b1m"
+
+
+def test_a_long_name_is_shortened():
+    assert shown_name("a" * 100) == "a" * 80 + " ..."
+    assert shown_name("a\n") == r"a\n"
 
 
 def test_lines_messages_and_errors(capsys):

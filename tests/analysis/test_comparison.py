@@ -198,6 +198,12 @@ def test_runs_are_found_by_name_by_folder_and_by_file(experiments, caplog):
     assert find_runs(["hf-hub:a/b-1", "my-vit"])[0].group == "hf-hub:a/b"
 
 
+def test_a_run_in_the_users_home_is_found(experiments, monkeypatch):
+    monkeypatch.setenv("HOME", str(experiments))
+    runs = find_runs(["~/output/train/dense-0", "~/my-vit"])
+    assert [run.name for run in runs] == ["dense-0", "my-vit"]
+
+
 @pytest.mark.parametrize(
     ("folders", "groups"),
     [

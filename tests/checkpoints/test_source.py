@@ -654,6 +654,9 @@ def test_a_stated_preprocessing_is_that_of_timms_tests_too():
     model.pretrained_cfg = {**model.pretrained_cfg, "test_crop_pct": 0.5}  # is not timm's
     cfg = load_source(model, ModelSpec(preprocessing={"interpolation": "nearest"})).pretrained_cfg
     assert (cfg["test_crop_pct"], cfg.get("test_input_size")) == (0.5, None)
+    assert cfg["pool_size"] == (7, 7)
+    cfg = load_source(model, ModelSpec(preprocessing={"img_size": 128})).pretrained_cfg
+    assert cfg["pool_size"] is None  # It was that of 224 pixels.
 
 
 def test_images_of_another_number_of_channels_than_the_configs():
@@ -706,8 +709,9 @@ def test_integers_of_averaged_checkpoints_are_read(tmp_path):
     """timm's avg_checkpoints.py writes all tensors as float32."""
     model = timm.create_model("test_efficientnet", num_classes=5)
     weights = {name: tensor.float() for name, tensor in model.state_dict().items()}
-    save_file(weights, tmp_path / "averaged.safetensors")
-    assert same(load_source(tmp_path / "averaged.safetensors", ModelSpec("test_efficientnet", 5)), model)
+    file = tmp_path / "averaged.safetensors"
+    save_file(weights, file)
+    assert same(load_source(file, ModelSpec("test_efficientnet", 5)), model)
 
 
 def test_weights_of_another_kind_of_numbers_are_refused(ewa_vit, tmp_path):

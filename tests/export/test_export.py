@@ -308,9 +308,10 @@ def test_a_feature_extractor_is_refused_before_the_work(tmp_path, monkeypatch):
 
 def test_parameters_keep_their_types(ewa_vit, tmp_path):
     ewa_vit.bfloat16().head.float()
-    timm_moe.export_dense(ewa_vit, tmp_path / "vit")
-    assert ewa_vit.head.weight.dtype == torch.float32
-    assert ewa_vit.blocks[1].mlp.fc1.weight.dtype == torch.bfloat16
+    folder = timm_moe.export_dense(ewa_vit, tmp_path / "vit").path
+    for weights in (ewa_vit.state_dict(), load_file(folder / "model.safetensors")):
+        assert weights["head.weight"].dtype == torch.float32
+        assert weights["blocks.1.mlp.fc1.weight"].dtype == torch.bfloat16
 
 
 def test_a_small_model_that_was_converted_in_memory_is_exported_as_timms_own(tmp_path):

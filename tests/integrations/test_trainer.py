@@ -243,7 +243,8 @@ class LossOnTop(transformers.Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        return (loss * 1.0, outputs) if return_outputs else loss * 1.0
+        loss = loss + timm_moe.auxiliary_loss(model)  # zero, as the callback has added them
+        return (loss, outputs) if return_outputs else loss
 
 
 class WithoutItems(transformers.Trainer):
@@ -408,6 +409,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
         learning_rate=1.0,
     )
     run.train()
+    assert run.state.best_model_checkpoint.endswith("checkpoint-2")  # The last step is another.
     best = native("ViT", router="top_k")
     load_experts(best, run.state.best_model_checkpoint)
     for name, tensor in best.state_dict().items():

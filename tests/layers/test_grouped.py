@@ -17,7 +17,6 @@ from timm.layers import GluMlp, LayerScale, Mlp, RmsNorm, SwiGLU
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_moe
 from timm_moe.layers import (
@@ -168,26 +167,22 @@ def test_no_cast_weights_are_kept_for_backward(are_equal):
     assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
 
 
-class Casts(TorchDispatchMode):
-    """Counts the elements that are cast to bfloat16."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        output = operator(*args, **(kwargs or {}))
-        if operator is torch.ops.aten._to_copy.default and output.dtype == torch.bfloat16:
-            self.elements += output.numel()
-        return output
-
-
 @torch.no_grad()
-def test_an_evaluation_on_the_cpu_casts_the_experts_that_have_rows():
+def test_an_evaluation_on_the_cpu_casts_the_experts_that_have_rows(monkeypatch):
     layer = MoeMlp(Mlp(32, 64), ImageRouter(32, 4), "independent").eval()
     image = torch.randn(1, 2, 32)
-    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+    sizes, to = [], torch.Tensor.to
+
+    # A dispatch mode does not see what an operator of this package does inside.
+    def counting(x, *args, **kwargs):
+        sizes.append(x.numel())
+        return to(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counting)
+    with torch.autocast("cpu", torch.bfloat16):
         layer(image)
     expert = sum(parameter[0].numel() for _, parameter in layer.named_expert_parameters())
-    assert casts.elements < 1.5 * expert
+    assert expert <= sum(sizes) < 1.5 * expert
 
 
 @pytest.mark.parametrize(

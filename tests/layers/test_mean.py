@@ -91,6 +91,7 @@ def test_compiled_and_traced_it_is_part_of_the_graph():
     ewa, x = layer(), torch.randn(3, 8)
     with torch.no_grad():
         calls = torch.compile(ewa, fullgraph=True, backend="eager"), torch.jit.trace(ewa, x)
+        calls[0](x)  # It is compiled at its first call.
         in_place(ewa)
         for call in calls:
             torch.testing.assert_close(call(x), plain(ewa, x))

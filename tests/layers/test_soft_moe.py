@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from common import output_of_expert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import Mlp, SwiGLU
@@ -41,9 +42,7 @@ def reference(moe, image):
     for index in range(experts * slots):
         share = logits[:, index].exp() / logits[:, index].exp().sum()
         mixed = sum(share[n] * token for n, token in enumerate(image))
-        weights = {name: stacked[index // slots] for name, stacked in moe.named_expert_parameters()}
-        hidden = torch.nn.functional.gelu(weights["fc1.weight"] @ mixed + weights["fc1.bias"])
-        outputs.append(weights["fc2.weight"] @ hidden + weights["fc2.bias"])
+        outputs.append(output_of_expert(moe, index // slots, mixed))
     return torch.stack(
         [
             sum(share * y for share, y in zip(row.exp() / row.exp().sum(), outputs, strict=True))

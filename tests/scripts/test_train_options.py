@@ -15,6 +15,7 @@ import timm.optim  # whose factories are taken from it at each call, as train.py
 import timm.scheduler
 import torch
 from common import OPTIONS
+from processes import torchrun
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.task import ClassificationTask
@@ -374,16 +375,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 def test_script_in_two_processes(images, tmp_path, options):
     (tmp_path / "on_cpus.py").write_text(ON_CPUS)
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(tmp_path / "on_cpus.py"),
-    ]
+    launcher = [*torchrun(2), str(tmp_path / "on_cpus.py")]
     options = [*MODEL, *options, "--model-ema-decay", 0.5, "--experiment", "a", "-b", 6]  # of each
-    log = train(tmp_path, images, *options, launcher=torchrun, GLOO_SOCKET_IFNAME="lo")
+    log = train(tmp_path, images, *options, launcher=launcher, GLOO_SOCKET_IFNAME="lo")
     assert log.count("EWA: averaging") == 1  # one process speaks
     folder, measured = tmp_path / "output/train/a", summary(tmp_path / "output/train/a")
     assert float(measured[-1]["eval_loss"]) < float(measured[0]["eval_loss"])

@@ -178,9 +178,15 @@ def test_upcycling_from_the_command_line(images, tmp_path):
         "vit_tiny_patch16_224", num_classes=3, img_size=32, depth=9, mlp_ratio=2, **SMALL
     )
     torch.save({"state_dict": dense.state_dict()}, tmp_path / "dense.pth")
-    for road in (["--pretrained", "--pretrained-path"], ["--initial-checkpoint"]):
-        log = train(tmp_path, images, *XTINY, *road, tmp_path / "dense.pth", epochs=1)
+    roads = (["--pretrained", "--pretrained-path"], ["--initial-checkpoint"])
+    for number, road in enumerate(roads):
+        still = ["--lr", 1e-30, "--experiment", number]  # train.py takes 0 for no rate.
+        log = train(tmp_path, images, *XTINY, *road, tmp_path / "dense.pth", *still, epochs=1)
         assert log.count("EWA: averaging") == 1
+        file = tmp_path / f"output/train/{number}/last.pth.tar"
+        weights = torch.load(file, weights_only=False)["state_dict"]
+        for expert in weights["blocks.1.mlp.fc1.weight"]:
+            torch.testing.assert_close(expert, dense.blocks[1].mlp.fc1.weight.detach())
 
 
 @pytest.mark.parametrize("size", ["tiny", "small"])

@@ -461,6 +461,14 @@ def test_what_is_not_finished_is_in_no_picture_and_no_table(name, tmp_path):
     assert summary.summary([outcome]) == []
 
 
+def test_a_row_of_the_table_needs_two_pairs_for_each_comparison():
+    """One pair has no p-value, and Holm's correction would not know what to do with it."""
+    outcome = stored("routers")
+    arm = outcome.results["arms"]["top-1 of 8"]
+    arm["figures"] = dict(list(arm["figures"].items())[:1])
+    assert summary.summary([outcome]) == []
+
+
 def test_the_ema_of_dense_training_under_weak_recipes_is_past_its_best():
     """A finding of the study recipe says so in words; the EMA's curves are in its results."""
     size = STUDIES["recipe"].sizes["small"]

@@ -17,7 +17,15 @@ import timm
 import torch
 from common import EXAMPLES, SMALL_VIT, InTurn
 from devices import WIDTH, ByTwo, equal_slots
-from processes import free_port, join_group, parallelized, run_code, run_new, run_ranks
+from processes import (
+    free_port,
+    join_group,
+    parallelized,
+    run_code,
+    run_new,
+    run_ranks,
+    torchrun,
+)
 from timm.layers import Mlp
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -454,15 +462,8 @@ def test_the_example_killed_resumed_by_another_number_of_processes_and_exported(
             process.wait()
             process.stdout.close()
     done = epochs_of("".join(seen))[-1]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-    ]
-    resumed = run_new([*torchrun, EXAMPLE, str(done + 2)], cwd=tmp_path, env=ENVIRONMENT)
+    command = [sys.executable, *torchrun(1), EXAMPLE, str(done + 2)]
+    resumed = run_new(command, cwd=tmp_path, env=ENVIRONMENT)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert epochs_of(resumed.stdout)[0] in (done, done + 1)  # the last one may not have been saved
     assert epochs_of(resumed.stdout)[-1] == done + 2

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import timm
 import torch
-from averaging_loop import average_, spread
+from averaging_loop import average_, spread, still_step
 from common import SMALL_VIT
 from routed_loop import routed_model
 from timm.layers import Mlp
@@ -276,9 +276,7 @@ def test_every_sequence_of_a_reference_optimizer_is_averaged(ewa_vit):
     layers = layers_alone(ewa_vit)
     optimizer = ThreeSequences(layers.parameters())
     ExpertWeightAveraging(layers, optimizer, 0.75, "constant", total_updates=2)
-    for parameter in layers.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    still_step(layers, optimizer)
     for parameter in layers.parameters():
         for name, weights in optimizer.state[parameter].items():
             mean = weights.mean(0).expand_as(weights)
@@ -324,7 +322,7 @@ def means_of_experts(opt, is_averaged):
     layer.share_rate = 0.0
     optimizer = create_optimizer_v2(layer, opt=opt, lr=1e-2, weight_decay=0.0)
     if is_averaged:
-        ExpertWeightAveraging(layer, optimizer, 0.3, "constant", total_updates=100)
+        averaging = ExpertWeightAveraging(layer, optimizer, 0.3, "constant", total_updates=100)
     means = []
     for _ in range(8):
         for parameter in layer.parameters():
@@ -334,6 +332,8 @@ def means_of_experts(opt, is_averaged):
         means.append(
             torch.cat([parameter.detach().mean(0).flatten() for parameter in layer.parameters()])
         )
+    if is_averaged:
+        assert (averaging.updates, averaging.share_rate) == (8, 0.3)
     return torch.stack(means)
 
 

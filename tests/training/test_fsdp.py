@@ -10,7 +10,7 @@ import timm.scheduler
 import torch
 from averaging_loop import average_
 from common import ROOT, SMALL_VIT
-from processes import join_group, messages_of_the_package, run_new, run_ranks
+from processes import join_group, messages_of_the_package, run_new, run_ranks, torchrun
 from timm.layers import Mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -327,16 +327,8 @@ def test_a_number_of_each_expert_has_no_other_dimension():
 @pytest.mark.ci
 def test_the_example(tmp_path):
     example = ROOT / "examples" / "fsdp_loop.py"
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = run_new([*torchrun, example, "3"], cwd=tmp_path, env=env)
+    done = run_new([sys.executable, *torchrun(2), example, "3"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     accuracies = [
         float(line.split()[-2]) for line in done.stdout.splitlines() if line.startswith("epoch")

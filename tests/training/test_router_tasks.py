@@ -144,7 +144,7 @@ def test_a_task_that_does_not_train_adds_nothing(mode):
     task = ClassificationTask(model, nn.CrossEntropyLoss(), device=CPU, verbose=False)
     task(images, targets)["loss"].backward()
     task.train(mode != "eval")
-    with torch.no_grad():
+    with torch.set_grad_enabled(mode == "eval"):
         result = task(images, targets)
         torch.testing.assert_close(result["loss"], F.cross_entropy(model(images), targets))
     task.train()(images, targets)["loss"].backward()

@@ -178,6 +178,17 @@ def test_experts_are_compared_on_images_of_all_classes(splits, monkeypatch):
     assert seen == [0, 4, 8, 12, 16]  # one of each class
 
 
+def test_experts_are_compared_on_rows_of_all_images(splits, monkeypatch):
+    rows, output = [], similarity._output
+    monkeypatch.setattr(similarity, "IMAGES", 5)
+    monkeypatch.setattr(similarity, "ROWS", 50)
+    monkeypatch.setattr(
+        similarity, "_output", lambda *args: rows.append(len(args[2])) or output(*args)
+    )
+    similarity.expert_similarity(make_model().eval(), image_folder(splits), HERE)
+    assert set(rows) == {43}  # every second one of 17 tokens of 5 images
+
+
 def test_figures_of_a_run_are_those_of_their_layers_and_epochs():
     def layer(load, dropped, spread):
         return {"load": load, "dropped": dropped, "spread": spread, "losses": {"z": dropped}}
