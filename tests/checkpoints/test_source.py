@@ -656,7 +656,7 @@ def test_a_stated_preprocessing_is_that_of_timms_tests_too():
     assert (cfg["test_crop_pct"], cfg.get("test_input_size")) == (0.5, None)
     assert cfg["pool_size"] == (7, 7)
     cfg = load_source(model, ModelSpec(preprocessing={"img_size": 128})).pretrained_cfg
-    assert cfg["pool_size"] is None  # It was that of 224 pixels.
+    assert cfg.get("pool_size") is None  # It was that of 224 pixels.
 
 
 def test_images_of_another_number_of_channels_than_the_configs():
