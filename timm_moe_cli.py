@@ -88,7 +88,13 @@ class _KeyValues(argparse.Action):
 
 def _demo(parser: argparse.ArgumentParser) -> None:
     output = "folder for results, replaced if there (default: %(default)s)"
-    parser.add_argument("--output", default="timm-moe-demo", metavar="DIR", help=output)
+    parser.add_argument(
+        "--output",
+        default="timm-moe-demo",
+        type=os.path.expanduser,
+        metavar="DIR",
+        help=output,
+    )
     parser.add_argument(
         "--epochs", type=int, default=40, metavar="N", help="epochs to train (default: %(default)s)"
     )

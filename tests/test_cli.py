@@ -17,6 +17,7 @@ from torch import nn
 
 import timm_moe
 from timm_moe.analysis.info import activation_bytes, byte_text, model_info
+from timm_moe.convert.expert_layers import parameters
 from timm_moe_cli import main, parser
 
 
@@ -260,7 +261,7 @@ def test_usage_errors(capsys, arguments):
         (["evaluate", "a.pth", "--data-dir", "images", "--json", "a.pth", "--overwrite"], "a.pth"),
         (
             ["evaluate", "moe", "--data-dir", "images", "--json", "moe/config.json", "--overwrite"],
-            "moe",
+            "belongs to moe",
         ),
         (["routes", "moe", "out", "--data-dir", "images", "--threshold", "nan"], "--threshold"),
         (["routes", "moe", "out", "--data-dir", "images", "--threshold", "25"], "--threshold"),
@@ -269,7 +270,7 @@ def test_usage_errors(capsys, arguments):
         (["evaluate", "moe", "--data-dir", "images", "--json", "-"], "--json"),
         (["info", "vit_tiny_moe", "--model", "vmoe_s32"], "--model"),
         (["export", "a.pth", ""], "empty"),
-        (["export", "moe", "moe", "--overwrite"], "moe"),
+        (["export", "moe", "moe", "--overwrite"], "belongs to moe"),
     ],
 )
 def test_no_option_is_dropped_and_nothing_that_is_read_is_replaced(
@@ -316,6 +317,16 @@ def test_sizes_of_a_folder_that_is_called_as_a_model(tmp_path, monkeypatch, caps
     assert head.split() == ["./vit_tiny_patch16_224", "vit_tiny_patch16_224"]
 
 
+def test_sizes_of_a_file_that_is_called_as_a_model(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.chdir(tmp_path)
+    model = timm.create_model("vit_tiny_ewa_moe", num_classes=5)
+    save_file(model.state_dict(), "vit_tiny_ewa_moe.safetensors")
+    options = ["--model", "vit_tiny_ewa_moe", "--num-classes", "5"]
+    assert main(["info", "vit_tiny_ewa_moe.safetensors", *options]) == 0
+    assert f"{parameters(model):,}" in capsys.readouterr().out
+    assert "registered model" not in caplog.text
+
+
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
@@ -357,6 +368,13 @@ def test_an_interrupt_amid_imports_is_no_traceback(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "timm_moe.cli", Interrupted("timm_moe.cli"))
     assert main(["list"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_demo_needs_a_folder(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    (tmp_path / "demo").touch()
+    assert main(["demo", "--output", str(tmp_path / "demo")]) == 1
+    assert "demo is a file; the output must be a folder." in capsys.readouterr().err
 
 
 @pytest.mark.ci

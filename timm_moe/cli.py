@@ -556,7 +556,12 @@ def _side_by_side(found: Sequence[tuple[str, dict[str, str]]]) -> Iterator[str]:
 
 
 def _is_registered(source: str) -> bool:
-    """Tell if a source is the name of a model, and no path."""
+    """Tell if a source is the name of a model, and no path.
+
+    A file may be called as a model, with an ending that timm would take for a tag.
+    """
+    if os.path.isfile(source):
+        return False
     is_path = os.path.exists(source) or os.sep in source or source.startswith(SOURCE_PREFIXES)
     return is_model(source) or not is_path
 

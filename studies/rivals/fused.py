@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from timm_moe.convert.registry import RouterSpec, register_router
 from timm_moe.layers import AnyRouting, MoeMlp, Router
 from timm_moe.layers.checks import check_number
-from timm_moe.layers.functional import current_mode, no_autocast
+from timm_moe.layers.functional import no_autocast
 
 
 class Fusion(Router):
@@ -146,7 +146,7 @@ class FusedMlp(MoeMlp):
 
     def compute(self, x: Tensor, routing: AnyRouting | None) -> Tensor:
         """Map each row of x (..., D) by the fused network, which has no use for a routing."""
-        return self._call(self._ffn, self._fused(), x, current_mode())
+        return self.run_network(self._fused(), x)
 
 
 def _fusion(dim: int, num_experts: int, *, common_share: float) -> Fusion:

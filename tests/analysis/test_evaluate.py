@@ -343,6 +343,15 @@ def test_the_command(splits, model, tmp_path, capsys, monkeypatch):
             "name one with --ood-split, or --ood-split . if they are the classes.",
         ),
         (
+            ["--data-dir", "{splits}", "--ood-data-dir", "flat"],
+            "flat has no split 'validation'; it has no folders: --ood-split . takes its images as "
+            "one class.",
+        ),
+        (
+            ["--data-dir", "{splits}", "--class-map", "map.txt"],
+            "has no image of a class that map.txt names in its split 'validation'",
+        ),
+        (
             ["--data-dir", "{splits}", "--json", "a.pth.tar/a.json"],
             "a.pth.tar is a file, so a.pth.tar/a.json",
         ),
@@ -355,6 +364,9 @@ def test_errors_are_one_sentence_before_any_forward(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "flat").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "flat/0.png")
+    (tmp_path / "map.txt").write_text("of none of the folders\n")
     save(model, "vit_tiny_patch16_224", "a.pth.tar")
     model.reset_classifier(3)
     checkpoint = torch.load(save(model, "vit_tiny_patch16_224", "b.pth.tar"), weights_only=False)

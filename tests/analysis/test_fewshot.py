@@ -4,6 +4,7 @@ The regression is compared with its definition, and the command runs on folders 
 """
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -345,6 +346,15 @@ def test_a_class_without_images_is_named(colours, tmp_path, capsys):
 def test_a_model_is_named_once(colours):
     with pytest.raises(ValueError, match="a is named twice"):
         fewshot(["a", "a"], [folder_of(colours)], (1,), inference=HERE)
+
+
+def test_a_hard_link_is_no_other_model(colours, tmp_path):
+    """train.py makes some of its checkpoints by them."""
+    last, best = tmp_path / "last.pth.tar", tmp_path / "model_best.pth.tar"
+    last.touch()
+    os.link(last, best)
+    with pytest.raises(ValueError, match=r"model_best\.pth\.tar is named twice, as .*last\.pth"):
+        fewshot([last, best], [folder_of(colours)], (1,), inference=HERE)
 
 
 def test_other_classes_and_features_that_are_not_finite_are_refused(colours, tmp_path):

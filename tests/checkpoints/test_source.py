@@ -721,6 +721,15 @@ def test_weights_of_another_kind_of_numbers_are_refused(ewa_vit, tmp_path):
         load_source(tmp_path / "a.pth", SPEC)
 
 
+def test_another_name_than_a_folders_is_told_of(folder, caplog):
+    load_source(folder, ModelSpec("vit_tiny_ewa_moe.augreg_in21k"))
+    assert warnings(caplog) == []
+    load_source(folder, ModelSpec("vit_tiny_patch16_224"))
+    (told,) = warnings(caplog)
+    assert "its model is vit_tiny_ewa_moe, which is taken" in told
+    assert told.endswith("; --model vit_tiny_patch16_224 is for files.")
+
+
 def test_the_licence_of_a_repository_goes_along(folder, tmp_path, monkeypatch):
     def download(repo_id, file, revision):
         return folder / file

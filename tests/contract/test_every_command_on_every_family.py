@@ -1,10 +1,14 @@
 """Promise: every command takes a checkpoint that train.py wrote of any model of this package."""
 
-from argparse import Namespace
-
 import pytest
-import torch
-from common import FAMILIES, OPTIONS, families, without_draws, write_images
+from common import (
+    FAMILIES,
+    OPTIONS,
+    families,
+    save_as_train_py,
+    without_draws,
+    write_images,
+)
 from torch import nn
 
 from timm_moe_cli import main
@@ -36,13 +40,11 @@ def run(image_folder, tmp_path, capsys):
     def run_commands(name, *commands):
         model, options = FAMILIES[name]
         kwargs = {**OPTIONS, "num_experts": 4, "depth": 2, **options}
-        args = dict(model=model, num_classes=5, model_kwargs=kwargs)
         files = dict(file=tmp_path / "last.pth.tar", twin=tmp_path / "twin.pth.tar")
         made = without_draws(name)
         nn.init.constant_(made.head.bias[:1], 9.0)  # one class is right: more than --dense has
-        state = {"epoch": 1, "arch": model, "state_dict": made.state_dict()}
         for file in files.values():
-            torch.save({**state, "args": Namespace(**args)}, file)
+            save_as_train_py(file, made, model, model_kwargs=kwargs)
         for command in commands:
             words = command.split()
             if name == "fine-grained" and words[0] in ("export", "push") and "--moe" not in words:

@@ -400,6 +400,12 @@ def test_a_loss_without_a_weight_is_named():
         router.record({"a": torch.ones(()), "b": torch.ones(())}, torch.ones(1, 4))
 
 
+def test_a_loss_that_is_no_mean_is_named():
+    router = RecordingRouter(4, {"a": 1.0})
+    with pytest.raises(ValueError, match=r"'a' .* has the shape \(2,\): take its mean"):
+        router.record({"a": torch.ones(2)}, torch.ones(1, 4))
+
+
 def test_a_weight_without_a_loss_is_named():
     router = RecordingRouter(4, {"a": 1.0, "after a warm-up": 1.0})
     with pytest.raises(ValueError, match="records no loss 'after a warm-up'"):

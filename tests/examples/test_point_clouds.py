@@ -322,6 +322,8 @@ def test_the_variants_of_a_seed():
         ]
         assert len(dense) - len(same) == (0 if name == "dense" else 4)
         assert all(torch.equal(model.state_dict()[key], dense[key]) for key in same)
+    other = point_clouds.make_model("dense", 2, 5, settings, None).state_dict()
+    assert not torch.equal(other["reduce_dim.weight"], dense["reduce_dim.weight"])
     layers = {name: list(timm_moe.moe_layers(model).values()) for name, model in models.items()}
     assert not layers["dense"]
     ((ewa,), (naive,), (early,)) = (layers[name] for name in ("ewa", "naive", "early-ewa"))

@@ -58,7 +58,14 @@ def test_runs_are_kept_and_not_run_again(tmp_path, capsys, tiny_sizes):
     assert capsys.readouterr().out.count("| dense |") == 1
 
 
-def test_votes_draw_the_clouds_again(tmp_path, capsys, tiny_sizes):
+def test_votes_draw_the_clouds_again(tmp_path, capsys, tiny_sizes, monkeypatch):
+    seeds, sample = [], point_clouds.sample
+
+    def keep_seed(points, size, generator):
+        seeds.append(generator.initial_seed())
+        return sample(points, size, generator)
+
+    monkeypatch.setattr(point_clouds, "sample", keep_seed)
     folder = write_modelnet40(tmp_path, 8)
     where = ["--data-dir", str(folder), "--output", str(tmp_path / "results.json")]
     point_clouds.main(
@@ -79,6 +86,7 @@ def test_votes_draw_the_clouds_again(tmp_path, capsys, tiny_sizes):
     assert "modelnet40, test: 16 clouds of 30 points" in out
     assert "With 10 votes:" in out
     assert out.count("| early-ewa |") == 2
+    assert seeds[-20:] == [vote for vote in range(10) for _ in range(2)]  # two batches each
 
 
 def test_differences_are_paired_by_seed():

@@ -224,6 +224,13 @@ def card_of(folder):
     return push_dense(folder, "user/vit", dry_run=True).card
 
 
+def test_a_card_that_is_no_utf_8_is_named(ewa_vit, tmp_path):
+    folder = timm_moe.export_dense(ewa_vit, tmp_path / "vit").path
+    (folder / "README.md").write_text("Mine.", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"README\.md is no text in UTF-8"):
+        card_of(folder)
+
+
 def test_a_history_is_that_of_its_weights_alone(ewa_vit, tmp_path):
     """Other libraries keep the entry when they write what they trained further."""
     save_as_train_py(tmp_path / "last.pth.tar", ewa_vit, opt="adamw")

@@ -39,6 +39,11 @@ def layer_of(top_k=3, p=0.5, num_experts=4):
     return MoeMlp(Mlp(6, 8).double(), router, "independent")
 
 
+def test_the_routing_degree_counts_sets_of_all_sizes():
+    assert TopP(6, 4, 4, 0.5).routing_degree() == 2**4
+    assert TopP(6, 4, 2, 0.5).routing_degree() == 1 + 4 + 6
+
+
 def slow(layer, x):
     """Compute the layer one choice after the other."""
     expert_TK, gate_TK, is_chosen_TK = layer.router.choices(x)

@@ -22,8 +22,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import timm
-import torch
-from common import write_images
+from common import save_as_train_py, write_images
 from documents import LANGUAGES, PAGES, ROOT, before_spread_classifier, blocks_of
 from hub_server import hub_server
 from PIL import Image
@@ -205,7 +204,14 @@ AFTER = {
     "CONTRIBUTING.md: Add an expert": (
         "layer = model.blocks[1].mlp\n"
         "assert layer.is_grouped and layer.left.weight.shape == (8, 192, 192)\n"
-        "assert type(timm_moe.to_dense(model).blocks[1].mlp) is BilinearMlp"
+        "assert type(timm_moe.to_dense(model).blocks[1].mlp) is BilinearMlp\n"
+        "from timm_moe.convert.find import ffn_paths\n"
+        "half = timm.create_model('bilinear_vit_moe', moe_layers='every-2', embed_dim=192)\n"
+        "assert len(ffn_paths(half)) == 12"
+    ),
+    "CONTRIBUTING.md: Add a layer": (
+        "images = torch.randn(2, 3, 224, 224)\n"
+        "torch.testing.assert_close(dense.eval()(images), model.eval()(images))"
     ),
     "CONTRIBUTING.md: Add an integration": (
         "assert len(trainer.logs) == 13; assert callback.averaging.updates == 2"
@@ -399,10 +405,9 @@ def files_of(name):
 def write_checkpoint(file, name, options, seed):
     options = {**SMALL, **options}
     model = timm.create_model(name, num_classes=3, **options)
-    args = argparse.Namespace(model=name, num_classes=3, model_kwargs=options, img_size=32)
-    args.seed = seed
     file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"epoch": 0, "arch": name, "args": args, "state_dict": model.state_dict()}, file)
+    stated = dict(num_classes=3, model_kwargs=options, img_size=32, seed=seed)
+    save_as_train_py(file, model, name, **stated)
 
 
 @pytest.fixture(scope="module")

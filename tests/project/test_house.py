@@ -32,7 +32,7 @@ FLOORS = (
 )
 #: What modules of a room may not import from elsewhere; the first is of all rooms.
 FORBIDDEN = {
-    "": r"studies\b|(timm|torch)\..*\b_(?!_)",
+    "": r"(studies|timm_moe)\b|(timm|torch)\..*\b_(?!_)",
     "layers": r"(timm|transformers|lightning|peft)\b",
 }
 #: Imported by every room, so that it belongs to none.

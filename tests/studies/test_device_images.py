@@ -375,10 +375,10 @@ def test_mixed_and_normalized_images_are_erased(images, on_device):
 def test_evaluation_has_timms_batches_in_timms_order(images, on_device):
     batches = []
     for _ in range(2):
-        batches.append(
-            list(make(images, "test", is_training=False, interpolation="bicubic", crop_pct=0.875))
-        )
+        loader = make(images, "test", is_training=False, interpolation="bicubic", crop_pct=0.875)
+        batches.append(list(loader))
         on_device()
+    assert isinstance(loader, DeviceLoader)
     for (image, target), (image_here, target_here) in zip(*batches, strict=True):
         assert torch.equal(image, image_here)
         assert torch.equal(target, target_here)

@@ -455,9 +455,9 @@ def test_what_is_not_finished_is_in_no_picture_and_no_table(name, tmp_path):
     outcome = stored(name)
     for number, arm in enumerate(outcome.results["arms"].values()):
         kept = list(arm["figures"].items())
-        arm["figures"] = dict(kept[:6] if name == "twenty" else [kept[number % 2]])
+        arm["figures"] = dict(kept[:6] if name == "twenty" else [kept[min(number, 1)]])
     overview.draw([outcome], tmp_path / "methods.png")
-    assert name == "routers" or not (tmp_path / "methods.png").exists()
+    assert not (tmp_path / "methods.png").exists()
     assert summary.summary([outcome]) == []
 
 

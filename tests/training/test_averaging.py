@@ -123,6 +123,17 @@ def test_a_capture_that_would_repeat_its_rate_is_refused(ewa_vit, monkeypatch):
     assert moved(ewa_vit, before) == set()
 
 
+def test_the_count_stays_on_the_host_under_a_default_device(ewa_vit):
+    """To read it would make a GPU wait. The meta device stands for one."""
+    optimizer, averaging = averaged(ewa_vit, "sgd")
+    for parameter in ewa_vit.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.device("meta"):
+        optimizer.step()
+        optimizer.step()
+    assert averaging.updates == 2
+
+
 def test_the_rate_of_each_step_is_applied(ewa_vit):
     """Against averaging by hand, step by step, from the paper's formula."""
     by_hand = copy.deepcopy(ewa_vit)

@@ -15,6 +15,7 @@ from timm.data import ImageDataset
 
 from ..checkpoints.description import SOURCE_PREFIXES
 from ..checkpoints.model_spec import ModelSpec
+from ..console import printable
 from ..export.history import history_of
 from ..files import local_path
 from .data import Inference, load_classifiers, require_different, short_names
@@ -442,7 +443,7 @@ def plot(measured: Sequence[Measured], comparisons: Sequence[Comparison], file: 
             for place, each in enumerate(groups.values()):
                 values = [factor * run.figures[name] for run in each]
                 runs.plot(values, [place] * len(values), "o", alpha=0.6)
-            runs.set_yticks(range(len(groups)), list(groups))
+            runs.set_yticks(range(len(groups)), [*map(printable, groups)])
             runs.set_title(
                 f"{title}, {'more' if sign > 0 else 'less'} is better", fontsize="medium"
             )
@@ -454,7 +455,7 @@ def plot(measured: Sequence[Measured], comparisons: Sequence[Comparison], file: 
                 gaps.errorbar(factor * found.mean, place, xerr=half, fmt="o", capsize=3)
             gaps.axvline(0, color="black", linewidth=0.8)
             labels = [f"{comparison.group} - {comparison.first}" for comparison in comparisons]
-            gaps.set_yticks(range(len(labels)), labels)
+            gaps.set_yticks(range(len(labels)), [*map(printable, labels)])
             gaps.set_xlabel("difference, 95 % interval")
             for panel, number in ((runs, len(groups)), (gaps, len(labels))):
                 panel.set_ylim(number - 0.5, -0.5)

@@ -27,10 +27,13 @@ from tqdm import tqdm
 
 from ..console import show
 from ..export import export_dense
+from ..files import check_folder
 from ..training.averaging import ExpertWeightAveraging
 from .colours import COLOURS
 
 BATCH_SIZE = 64
+#: Picture of the accuracies.
+PLOT = "training.png"
 #: Images in [-1, 1] with one channel.
 GREY = dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,))
 SMALL_VIT: dict[str, Any] = dict(
@@ -104,6 +107,7 @@ def run_demo(output: str, epochs: int) -> None:
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs}.")
     folder = Path(output)
+    check_folder(folder, (PLOT,), overwrite=True)
     folder.mkdir(parents=True, exist_ok=True)
     train_set, test_set = load_images()
 
@@ -116,7 +120,7 @@ def run_demo(output: str, epochs: int) -> None:
 
     export = export_dense(ewa.model, folder / "exported", overwrite=True)
     stock_class, outputs = reload_without_plugin(export.path, test_set[0])
-    plot([dense, ewa], folder / "training.png")
+    plot([dense, ewa], folder / PLOT)
     _show_comparison(dense, ewa, export.parameters)
 
     with torch.inference_mode():
@@ -128,7 +132,7 @@ def run_demo(output: str, epochs: int) -> None:
         f"  {same} of {len(outputs)} predictions are the same, "
         f"largest difference of an output {(outputs - expected).abs().max().item():.3g}",
     )
-    show("", f"Exported model: {export.path}", f"Plot:           {folder / 'training.png'}")
+    show("", f"Exported model: {export.path}", f"Plot:           {folder / PLOT}")
     if same != len(outputs):
         raise RuntimeError("The exported model does not predict what the trained one does.")
 

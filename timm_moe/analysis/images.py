@@ -88,8 +88,9 @@ def _dataset(data_dir: str, split: str, class_map: str, option: str) -> ImageDat
     try:
         dataset = create_dataset("", root=data_dir, split=split, **options)
     except RuntimeError as error:
+        of_map = f" that {class_map} names" if class_map else ""
         raise FileNotFoundError(
-            f"{data_dir} has no image of a class in its split {split!r}: {describe(error)}"
+            f"{data_dir} has no image of a class{of_map} in its split {split!r}: {describe(error)}"
         ) from error
     except Exception as error:  # timm asserts, and a damaged pickle may end in anything
         if not class_map:  # such as a digit in a name that is no number for Python, as in 1²3
@@ -97,10 +98,13 @@ def _dataset(data_dir: str, split: str, class_map: str, option: str) -> ImageDat
         raise ValueError(f"The class map {class_map} cannot be read: {describe(error)}") from error
     if split and dataset.reader.root == data_dir:  # without the split timm takes all that there is
         folders = sorted(path.name for path in Path(data_dir).iterdir() if path.is_dir())
-        raise FileNotFoundError(
-            f"{data_dir} has no split {split!r}; its folders begin with {', '.join(folders[:5])}: "
-            f"name one with {option}, or {option} . if they are the classes."
+        remedy = (
+            f"its folders begin with {', '.join(folders[:5])}: name one with {option}, or {option} "
+            ". if they are the classes."
+            if folders
+            else f"it has no folders: {option} . takes its images as one class."
         )
+        raise FileNotFoundError(f"{data_dir} has no split {split!r}; {remedy}")
     return dataset
 
 

@@ -1,5 +1,6 @@
 """A folder, or a repository on the Hub, with config.json and weights becomes a model."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from .layouts import weights_in
 from .model_spec import ModelSpec, Origin
 from .reading import read_checkpoint
 
+_logger = logging.getLogger(__name__)
+
 #: Names of the weights in a folder in timm's layout, in order of preference. The first two are
 #: those on the Hub.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
@@ -33,6 +36,7 @@ def load_folder(name: str, spec: ModelSpec) -> nn.Module:
     """
     place = name.removeprefix("local-dir:")
     blueprint = blueprint_of(name, spec)
+    _tell_of_other_name(place, blueprint.architecture, spec)
     blueprint = replace(blueprint, args={**blueprint.args, **spec.args()})
     try:
         path = _weights_file(name)
@@ -62,6 +66,19 @@ def load_folder(name: str, spec: ModelSpec) -> nn.Module:
         place, folder_of(name), recorded=blueprint.recorded
     )
     return model
+
+
+def _tell_of_other_name(place: str, architecture: str, spec: ModelSpec) -> None:
+    """Warn if the user states another model than a folder does, which names its model itself."""
+    stated = spec.name or architecture
+    is_name = not stated.startswith(SOURCE_PREFIXES)
+    if is_name and stated.partition(".")[0] != architecture.partition(".")[0]:
+        _logger.warning(
+            "%s says that its model is %s, which is taken; --model %s is for files.",
+            place,
+            architecture,
+            stated,
+        )
 
 
 def folder_of(source: nn.Module | str | Path) -> Path | None:

@@ -81,7 +81,10 @@ def require_intact(path: Path, tensors: Mapping[str, Tensor]) -> None:
         seen.add(storage.data_ptr())
         content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         if (content.nbytes, zlib.crc32(content)) not in written:
-            raise ValueError(f"{path} is damaged: {name} does not match its checksum.")
+            raise ValueError(
+                f"{path} is damaged: {name} does not match its checksum. If its run still trains, "
+                "the file was replaced while it was read: try again."
+            )
 
 
 def _what_it_is(path: Path) -> str:

@@ -35,10 +35,12 @@ _OTHER_NAME = re.compile(_BLOCK_NAME.pattern + r"\.mlp")
 
 
 def ffn_paths(model: nn.Module) -> list[str]:
-    """List the names of the known feed-forward networks, expert layers included, in order."""
-    return [
-        path for path, network in find_networks(model).items() if isinstance(network, nn.Module)
-    ]
+    """List the names of a model's feed-forward networks, expert layers included, in order.
+
+    They are those that are known, or that the model's class names (``ffn_modules``).
+    """
+    networks = find_networks(model, getattr(model, "ffn_modules", None))
+    return [path for path, network in networks.items() if isinstance(network, nn.Module)]
 
 
 def find_networks(model: nn.Module, modules: Modules | None = None) -> dict[str, nn.Module | str]:

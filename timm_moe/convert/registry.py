@@ -56,8 +56,10 @@ class RouterSpec:
         options: options of the factory with their defaults: keywords of ``convert_to_moe`` and of
             train.py's ``--model-kwargs``. ``"none"`` is read as None, unless the default is a word.
         last_factory: the factory for the last expert layer, if it is another.
-        layer: ``(ffn, router, **options)`` -> the expert layer.
-        layer_options: options of the layer with their defaults.
+        layer: ``(ffn, router, **options)`` -> the expert layer. The options are those below,
+            ``expert_init`` and ``expert_dropout``.
+        layer_options: options of the layer with their defaults; by default those of
+            :func:`routed_layer`. A layer of your own that has none states ``{}``.
         check: raises ValueError if the model, or the options together, do not suit this router.
         built_in: the router comes with this package. The names of its options never clash with
             arguments of timm's models.

@@ -10,6 +10,7 @@ from huggingface_hub import HfApi
 from torch import nn
 
 from ..checkpoints.model_folder import folder_of, require_config
+from ..console import describe
 from ..convert.expert_layers import moe_layers
 from ..files import require_inside
 from .card import card, foreign_facts, timm_facts
@@ -147,14 +148,17 @@ def _own_card(readme: Path, settings: PushOptions) -> str:
     """Read the README.md of a folder whose model is published as it is.
 
     Raises:
-        ValueError: if what a card states is given beside it.
+        ValueError: if what a card states is given beside it, or it is no text in UTF-8.
     """
     if settings.license or settings.dataset or settings.metrics:
         raise ValueError(
             f"{readme.parent.name} has a README.md of its own: state licence, data set and metrics "
             "there, or take the file away."
         )
-    return readme.read_text(encoding="utf-8")
+    try:
+        return readme.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{readme} is no text in UTF-8: {describe(error)}") from error
 
 
 def _publish(

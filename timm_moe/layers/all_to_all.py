@@ -85,7 +85,8 @@ class Dispatcher:
 class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends rows to the processes of their experts, and outputs back.
 
-    All processes call it together. The host waits once, for the numbers of rows that come.
+    All processes call it together. The host waits for the numbers of rows that come, and once more
+    where :func:`runs_of` waits.
     """
 
     @torch.compiler.disable

@@ -524,7 +524,11 @@ class Experts(StackedParameters):
         """Apply the network of the experts' mean weights (EWA, eq. 7) to x of shape (..., D)."""
         mean = {name: mean_over_experts(stacked) for name, stacked in self.expert_weights().items()}
         mean = mean if self.dispatcher is None else self.dispatcher.mean(mean)
-        return self._call(self._ffn, mean, x, current_mode())
+        return self.run_network(mean, x)
+
+    def run_network(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Apply one network with these weights, by their dense names, to x of shape (..., D)."""
+        return self._call(self._ffn, weights, x, current_mode())
 
     def to_ffn(self, weights: dict[str, Tensor]) -> nn.Module:
         """Make a network of the original class, with these weights.

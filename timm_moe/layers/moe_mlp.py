@@ -37,7 +37,8 @@ class MoeMlp(Experts):
         path: name of the layer in its model, for messages.
         replaced: weak references to the parameters of the dense network that the layer replaced;
             empty in copies.
-        deploys_dense: whether the deployed layer is one dense network.
+        deploys_dense: whether the layer is one dense network in eval mode. Its :meth:`compute` then
+            runs this network, and the mean over :meth:`stacked_weights` is the same.
         share_rate: rate at which training averages the experts, see
             :func:`timm_moe.convert_to_moe`.
         share_schedule: name of the schedule of that rate.

@@ -310,13 +310,14 @@ def routing_to(
     """Send every row to its chosen experts and drop nothing.
 
     Args:
-        expert_TK: expert of each choice, an integer in [0, E); in each row all are different.
+        expert_TK: expert of each choice, an integer in [0, E). In each row all are different, and
+            the first is the one that the row prefers, as the report shows it.
         weight_TK: factor of each expert's output, with its gradient.
         num_experts: E.
         is_chosen_TK: which of the choices are made, where rows go to different numbers of experts,
-            at most K, as in top-p routing. By default all are. In eager mode on a CPU the others
-            cost nothing; elsewhere the experts' input has T K rows, whose number is known without
-            a wait for the device.
+            at most K, as in top-p routing. By default all are. :meth:`Routing.experts` has E for
+            the others. In eager mode on a CPU they cost nothing; elsewhere the experts' input has
+            T K rows, whose number is known without a wait for the device.
 
     Raises:
         ValueError: if the tensors are not of one shape (T, K), the experts are no integers, or

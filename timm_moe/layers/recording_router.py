@@ -126,8 +126,8 @@ class RecordingRouter(Router):
             capacity: number of choices of a group that an expert takes; None for all.
 
         Raises:
-            ValueError: if a loss has no weight, a weight has no loss, or ``load_GE`` has another
-                shape.
+            ValueError: if a loss has no weight or is no scalar, a weight has no loss, or
+                ``load_GE`` has another shape.
             RuntimeError: if backward repeats a forward that ran without gradients, so that nothing
                 was recorded.
         """
@@ -136,15 +136,7 @@ class RecordingRouter(Router):
                 f"The load that {type(self).__name__} records has the shape "
                 f"{tuple(load_GE.shape)}, not (groups, {self.num_experts} experts)."
             )
-        for name in losses.keys() - self.loss_weights.keys():
-            raise ValueError(
-                f"The loss {name!r} has no weight: give {type(self).__name__} one in loss_weights."
-            )
-        for name in self.loss_weights.keys() - losses.keys():
-            raise ValueError(
-                f"{type(self).__name__} records no loss {name!r}, and loss_weights has one: record "
-                "it in every forward, as zero where it has no part."
-            )
+        self._check_losses(losses)
         # A frozen router keeps its bias, and is not to be balanced by the layers before it either.
         parameters = list(self.parameters())
         is_trained = any(parameter.requires_grad for parameter in parameters)
@@ -183,6 +175,24 @@ class RecordingRouter(Router):
                 f"memory. {_UNADDED}",
                 stacklevel=2,
             )
+
+    def _check_losses(self, losses: dict[str, Tensor]) -> None:
+        """Raise ValueError unless the losses are scalars, and those that have weights."""
+        for name in losses.keys() - self.loss_weights.keys():
+            raise ValueError(
+                f"The loss {name!r} has no weight: give {type(self).__name__} one in loss_weights."
+            )
+        for name in self.loss_weights.keys() - losses.keys():
+            raise ValueError(
+                f"{type(self).__name__} records no loss {name!r}, and loss_weights has one: record "
+                "it in every forward, as zero where it has no part."
+            )
+        for name, loss in losses.items():
+            if loss.ndim:
+                raise ValueError(
+                    f"The loss {name!r} that {type(self).__name__} records has the shape "
+                    f"{tuple(loss.shape)}: take its mean."
+                )
 
     def forget(self) -> None:
         """Forget the losses and the loads of the balancing bias that an earlier run left.

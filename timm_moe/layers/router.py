@@ -83,7 +83,9 @@ class Router(nn.Module):
 
         The unit is a row, or an image that is routed as a whole.
         """
-        return math.comb(self.num_experts, int(self.experts_of_row()))
+        most = int(self.experts_of_row())
+        sizes = range(most + 1) if self.number_varies else (most,)
+        return sum(math.comb(self.num_experts, size) for size in sizes)
 
     def probabilities(self, x: Tensor) -> Tensor | None:
         """Return the softmax without noise, (T, ...), for the T rows of x, (B, ..., D).

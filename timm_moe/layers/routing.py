@@ -42,7 +42,7 @@ class Routing(NamedTuple):
     is_full: bool = False
 
     def experts(self) -> Tensor:
-        """Return the expert of each choice, (T, K), and E for a dropped choice."""
+        """Return the expert of each choice, (T, K), and E for one that is dropped or not made."""
         if self.slots is None:
             expert_N = _expert_of_slots(self)
             return (

@@ -277,7 +277,7 @@ class ExpertWeightAveraging:
         if self._is_on_device:
             self._count.copy_(torch.as_tensor(count))
         else:
-            self._count = torch.tensor(int(count))
+            self._count = torch.tensor(int(count), device="cpu")
             self._write_count()
 
     def _write_count(self) -> None:

@@ -54,8 +54,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     last call. timm's train.py and any ``timm.task.TrainingTask`` add it by themselves.
 
     Returns:
-        A scalar with a gradient; zero if no loss waits, as with ``aux_loss_weight=0``, in eval
-        mode, and within ``torch.no_grad()``.
+        A scalar with a gradient, on the device of the last router; zero if no loss waits, as with
+        ``aux_loss_weight=0``, in eval mode, and within ``torch.no_grad()``.
     """
     loss = take_losses(recording_layers(model))
     if loss is not None:
@@ -104,7 +104,7 @@ def _follow(total: Tensor, of_routers: set[RouterTotals]) -> None:
 def add_losses(layers: list[Any], loss: Tensor, scale: float = 1.0) -> Tensor:
     """Add the losses that wait in layers to a training loss."""
     router_loss = take_losses(layers)
-    return loss if router_loss is None else loss + router_loss * scale
+    return loss if router_loss is None else loss + router_loss.to(loss.device) * scale
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def average_(due: Iterable[tuple[Tensor, Rate]]) -> None:
             mean = _sum_over_experts(stacked) / num_experts
         else:
             mean = part.mean(0, keepdim=True)
-        part.lerp_(mean, weight.to(part.dtype) if isinstance(weight, Tensor) else weight)
+        part.lerp_(mean, weight.to(part) if isinstance(weight, Tensor) else weight)
 
 
 def local_part(stacked: Any) -> Tensor:

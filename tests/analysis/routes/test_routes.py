@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from timm_moe import moe_layers
+from timm_moe import RouterSpec, convert_to_moe, moe_layers
 from timm_moe.analysis.data import image_folder
 from timm_moe.analysis.routes.results import display_order, plot, table
 from timm_moe.analysis.routes.statistics import (
@@ -27,6 +27,7 @@ from timm_moe.analysis.routes.statistics import (
     summarize,
     summarize_all,
 )
+from timm_moe.layers import MoeMlp, TopKRouter
 from timm_moe_cli import main
 
 CLASSES = ["apple", "baby", "chair", "dolphin", "elephant"]
@@ -381,6 +382,27 @@ def test_models_without_routers(splits, tmp_path, monkeypatch, capsys, name, mes
     assert main(arguments) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+class RoutedInTraining(MoeMlp):
+    """It is one dense network in evaluation, and its router is not called there."""
+
+    deploys_dense = True
+
+    def compute(self, x, routing):
+        return super().compute(x, routing) if self.training else self.run_mean(x)
+
+
+def test_a_layer_that_routes_in_training_only_has_no_routes(splits):
+    spec = RouterSpec(
+        "in_training",
+        lambda dim, num_experts: TopKRouter(dim, num_experts, 1),
+        layer=RoutedInTraining,
+        layer_options={},
+    )
+    model = convert_to_moe(make_model("vit_tiny_patch16_224"), router=spec)
+    with pytest.raises(ValueError, match="No token of this model chooses its experts"):
+        collect_routes(model, image_folder(splits), HERE)
 
 
 def test_where_nothing_can_be_written(splits, tmp_path, capsys):

@@ -48,6 +48,7 @@ def test_a_layer_is_a_loop_over_its_members(members, images, rows, width, bias, 
 
 
 def test_members_begin_as_the_dense_network_but_for_their_factors(dense_vit, images):
+    nn.init.normal_(dense_vit.blocks[3].mlp.fc1.bias)
     model = timm.create_model("vit_be_b32", ensemble_size=3, **SMALL_VIT).eval()
     model.load_state_dict(dense_vit.state_dict())
     signs = model.blocks[3].mlp.fc1.input_factor

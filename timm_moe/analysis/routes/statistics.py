@@ -340,9 +340,12 @@ def _watch(
 
 
 def routed_layers(model: nn.Module) -> dict[str, MoeMlp]:
-    """Find the expert layers whose router depends on the images, by their paths."""
-    layers = moe_layers(model)
-    return {path: layer for path, layer in layers.items() if layer.router.depends_on_input}
+    """Find the expert layers that route by the images in evaluation, by their paths."""
+    return {
+        path: layer
+        for path, layer in moe_layers(model).items()
+        if layer.router.depends_on_input and not layer.deploys_dense
+    }
 
 
 def summarize(routes: Routes, threshold: float) -> dict[str, Any]:
