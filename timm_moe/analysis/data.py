@@ -223,14 +223,14 @@ def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
 
 def require_different(sources: Sequence[Source]) -> None:
     """Raise ValueError if a file or folder is named twice, also by another path."""
-    seen: dict[Any, Source] = {}
+    seen: dict[str, Source] = {}
     for source in sources:
         if isinstance(source, nn.Module):
             continue
-        path, place = local_path(source), (str(source),)
+        path, place = local_path(source), str(source)
         if path.exists():
             # train.py's last, best and numbered checkpoints may be one file, by hard links.
-            place = (path.stat().st_dev, path.stat().st_ino)
+            place = f"{path.stat().st_dev} {path.stat().st_ino}"
         if place in seen:
             raise ValueError(f"{source} is named twice, as {seen[place]}: name each model once.")
         seen[place] = source
