@@ -553,6 +553,7 @@ def test_of_an_address_neither_its_user_nor_its_query_is_published(
     checkpoint, tmp_path, start, published
 ):
     content = torch.load(checkpoint, weights_only=False)
+    content["args"].pretrained = True
     content["args"].model_kwargs["pretrained_cfg_overlay"] = {"url": start}
     torch.save(content, tmp_path / "last.pth.tar")
     spec = ModelSpec(kwargs={"pretrained_cfg_overlay": None})
