@@ -107,10 +107,10 @@ weights and measures it.
 ## The models as registered
 
 *Parameters* counts the model in training, *activated* the part that one token passes through, with
-the routers, and of a layer that blocks share, in one of them. *Exported* counts the dense model
-after training, if the experts are not routed. *GFLOPs* are the operations of evaluating one image:
-linear layers, convolutions and attention's two products, a multiply-add counted as two (timm's
-GMACs are half of it).
+the routers. A layer that blocks share is counted as one block uses it. *Exported* counts the dense
+model after training, if the experts are not routed. *GFLOPs* are the operations of evaluating one
+image: linear layers, convolutions and attention's two products, a multiply-add counted as two
+(timm's GMACs are half of it).
 """
 
 _LEGEND = """\

@@ -280,7 +280,7 @@ def messages_of_the_package(level=logging.WARNING):
 
 
 def torchrun(processes):
-    """Return the words after the interpreter's that start a script in several processes."""
+    """Return the arguments of Python that start a script, which follows, in several processes."""
     module = "torch.distributed.run"
     return ["-m", module, "--standalone", "--nproc-per-node", str(processes)]
 

@@ -80,7 +80,8 @@ def check_preprocessing(stated: Mapping[str, Any], *channels: int) -> None:
 def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]:
     """Write arguments of timm's scripts to the config of a timm model.
 
-    What timm states for tests of its own weights goes, if they are prepared otherwise now.
+    What timm states for tests of its own weights goes, if they are prepared otherwise now. So does
+    the size of the pooling, if the images have another size.
 
     Args:
         model: the model.
@@ -100,8 +101,9 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
 
     # timm's validate.py would prefer an entry test_NAME.
     outdated = {f"test_{name}": None for name in entries}
-    if tuple(resolved["input_size"]) != tuple(get_pretrained_cfg(model)["input_size"]):
-        outdated["pool_size"] = None
+    size_before = tuple(get_pretrained_cfg(model).get("input_size", ())[1:])
+    if "input_size" in entries and tuple(resolved["input_size"][1:]) != size_before:
+        outdated["pool_size"] = None  # It is that of the features of the earlier size.
     change_pretrained_cfg(model, **outdated, **{name: resolved[name] for name in entries})
 
     wanted_size = tuple(resolved["input_size"][1:])

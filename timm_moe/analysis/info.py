@@ -60,7 +60,8 @@ class ModelInfo:
     routing_unit: str  #: of the first layer: "token" or "image"
     members: int  #: members of the ensemble inside the model; each routes its own tokens
     total: int  #: parameters in training
-    #: parameters that one token passes through in training; of a layer that blocks share, in one
+    #: parameters that one token passes through in training; a layer that blocks share is counted as
+    #: one block uses it
     activated: int
     #: parameters of the dense model; None without experts, or if they stay routed in evaluation
     exported: int | None

@@ -85,7 +85,8 @@ def require_kinds(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor],
     """Raise ValueError unless weights hold the same kinds of numbers as a model.
 
     Loading would convert them without a word. The kinds are floating-point, complex, integer and
-    boolean numbers. timm's avg_checkpoints.py writes integers as float32.
+    boolean numbers. float32 in the place of int64 is let through, since timm's avg_checkpoints.py
+    writes integers so.
     """
     for name in weights.keys() & expected.keys():
         held, wanted = weights[name].dtype, expected[name].dtype

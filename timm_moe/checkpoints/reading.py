@@ -83,7 +83,7 @@ def require_intact(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if (content.nbytes, zlib.crc32(content)) not in written:
             raise ValueError(
                 f"{path} is damaged: {name} does not match its checksum. If its run still trains, "
-                "the file was replaced while it was read: try again."
+                "the file may have been replaced while it was read: try again."
             )
 
 

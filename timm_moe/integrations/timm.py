@@ -5,7 +5,7 @@ changed                   what the change does
 ========================  =========================================================================
 ``create_model``          notes a model's arguments on it, as timm itself does since 1.0.31
 ``create_optimizer_v2``   leaves the experts to the fallback of Muon
-``param_groups_*``        (both) exclude the experts' biases and norm scales from weight decay
+``param_groups_*``        excludes the experts' biases and norm scales from weight decay
 ``create_scheduler_v2``   gives the optimizer its averaging: it knows epochs and updates per epoch;
                           begins the statistics anew; logs which experts are routed, and how
 ``Scheduler.step``        tells where a resumed run starts, and ends an epoch of routing statistics

@@ -405,8 +405,8 @@ class ExpertWeightAveraging:
         self._note_trained()  # A closure computes gradients within the step.
         due = [each for each in self._due if id(each[0]) in self._trained]
         # The first step may have none, as where a trainer leaves out the first batch.
-        is_without = self._due and not self._trained and self.started
-        if is_without and is_first_time(optimizer, "no gradients"):
+        lacks_gradients = bool(self._due) and not self._trained and self.started
+        if lacks_gradients and is_first_time(optimizer, "no gradients"):
             _logger.warning(
                 "EWA: the experts that this optimizer holds have no gradients, so they are not "
                 "averaged."

@@ -385,7 +385,7 @@ def test_models_without_routers(splits, tmp_path, monkeypatch, capsys, name, mes
 
 
 class RoutedInTraining(MoeMlp):
-    """It is one dense network in evaluation, and its router is not called there."""
+    """Layer that is one dense network in evaluation, where its router is not called."""
 
     deploys_dense = True
 
@@ -401,7 +401,7 @@ def test_a_layer_that_routes_in_training_only_has_no_routes(splits):
         layer_options={},
     )
     model = convert_to_moe(make_model("vit_tiny_patch16_224"), router=spec)
-    with pytest.raises(ValueError, match="No token of this model chooses its experts"):
+    with pytest.raises(ValueError, match="chooses its experts in evaluation"):
         collect_routes(model, image_folder(splits), HERE)
 
 

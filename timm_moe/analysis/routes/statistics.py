@@ -271,8 +271,8 @@ def collect_routes(model: nn.Module, images: ImageDataset, inference: Inference)
     its image. Capacities are off.
 
     Raises:
-        ValueError: if the model has no expert layers, or none with a router that depends on the
-            images.
+        ValueError: if the model has no expert layers, or none that routes by the images in
+            evaluation.
     """
     of_images = ((x, label_B.cpu()) for (x,), label_B in batches([model], images, inference))
     return _watch(model, of_images, inference).routes(class_names(images).__getitem__)
@@ -323,9 +323,9 @@ def _watch(
     layers = routed_layers(model)
     if not layers and moe_layers(model):
         raise ValueError(
-            "No token of this model chooses its experts (random partitions, Expert Choice, Soft "
-            "MoE), so there are no routes of classes: give a model whose tokens choose, such as "
-            "vmoe_b16."
+            "No token of this model chooses its experts in evaluation (random partitions, Expert "
+            "Choice, Soft MoE, experts that are one network then), so there are no routes of "
+            "classes: give a model whose tokens choose, such as vmoe_b16."
         )
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no expert layers, so nothing is routed.")
@@ -376,7 +376,7 @@ def summarize_all(all_routes: Sequence[Routes], threshold: float) -> dict[str, A
     The model's are its images, the experts of an image in all layers, and the routing degree.
 
     The routing degree is the number of ways through the experts, C(E, K)^L in L layers, of all
-    members together.
+    members together. If a token takes up to K experts, sets of all sizes count.
     """
     layers = [summarize(routes, threshold) for routes in all_routes]
     kept = [
