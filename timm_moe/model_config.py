@@ -99,14 +99,15 @@ def state_preprocessing(model: nn.Module, stated: Mapping[str, Any]) -> set[str]
     entries = {"input_size" if name == "img_size" else name for name in given}
     resolved = resolve_data_config({**given, "in_chans": channels}, model=model)
 
+    wanted_size = tuple(resolved["input_size"][1:])
+
     # timm's validate.py would prefer an entry test_NAME.
     outdated = {f"test_{name}": None for name in entries}
     size_before = tuple(get_pretrained_cfg(model).get("input_size", ())[1:])
-    if "input_size" in entries and tuple(resolved["input_size"][1:]) != size_before:
+    if "input_size" in entries and wanted_size != size_before:
         outdated["pool_size"] = None  # It is that of the features of the earlier size.
     change_pretrained_cfg(model, **outdated, **{name: resolved[name] for name in entries})
 
-    wanted_size = tuple(resolved["input_size"][1:])
     if "input_size" in entries and model_input_size(model)[1:] != wanted_size:
         built = "x".join(map(str, size))
         wanted = "x".join(map(str, wanted_size))

@@ -37,6 +37,7 @@ def test_averaged_weights_alone_are_found(tmp_path):
     ema = vit()
     torch.save(AveragedModel(ema).state_dict(), tmp_path / "a.pth")
     loaded = load(tmp_path / "a.pth", False)
+    assert loaded.keys() == ema.state_dict().keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in ema.state_dict().items())
 
 

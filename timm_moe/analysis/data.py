@@ -230,7 +230,8 @@ def require_different(sources: Sequence[Source]) -> None:
         path, place = local_path(source), str(source)
         if path.exists():
             # train.py's last, best and numbered checkpoints may be one file, by hard links.
-            place = f"{path.stat().st_dev} {path.stat().st_ino}"
+            found = path.stat()
+            place = f"{found.st_dev} {found.st_ino}"
         if place in seen:
             raise ValueError(f"{source} is named twice, as {seen[place]}: name each model once.")
         seen[place] = source

@@ -147,7 +147,8 @@ class RouterTotals:
             began.
         untrained: sums of losses that were taken since the last optimizer step, and that no
             backward has reached; each is an object of its own.
-        is_last_trained: whether backward has reached the sum that was taken last.
+        is_last_trained: whether backward has reached the sum that was taken last. Compiled code
+            reads it, so it is no search for an object, which would be compiled for each one.
     """
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ def write_report(
     runs = [
         run_section(
             run_of_model(run, model),
-            model.num_classes,  # type: ignore[arg-type]
+            getattr(model, "num_classes", None),
             getattr(model, "origin", None),
         )
         for run, model in zip(read, models, strict=True)
